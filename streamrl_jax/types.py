@@ -7,7 +7,8 @@ The way of the data (one iteration)::
                                     └────────────── Manifest + bytes (version v + 1) ◀───────┘
 
 A policy version is data: each token of a ``Generation`` says which version produced it (run-length coded in
-``VersionRun``), and staleness is computed where the sample is consumed. This module imports NumPy and nothing heavier.
+``VersionRun``), and staleness is computed where the sample is consumed. This module imports NumPy and nothing
+heavier.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class VersionRun:
 class Sampling:
     """The distribution that tokens are drawn from.
 
-    Training allows temperature, length, stop ids and seed only; the other fields change the density and are refused
-    unless ``evaluation`` is set (DESIGN rule 4).
+    Training allows temperature, length, stop ids and seed only; the other fields change the density and are
+    refused unless ``evaluation`` is set (DESIGN rule 4).
     """
 
     temperature: float
@@ -138,6 +139,39 @@ class Generation:
 
 
 @dataclass(frozen=True, eq=False)
+class Progress:
+    """Tokens of an answer that is still being written; a death of the instance does not lose them."""
+
+    sample_id: str
+    attempt: int
+    offset: int  # index of the first of these tokens in the answer
+    token_ids: TokenIds
+    logprobs: Logprobs
+    versions: tuple[VersionRun, ...]
+
+
+class RejectReason(StrEnum):
+    """Why an instance refused an assignment (``Rejected.Reason`` of the proto)."""
+
+    TOO_LONG = "too_long"
+    SAMPLING_NOT_ALLOWED = "sampling_not_allowed"
+    WRONG_VERSION = "wrong_version"
+    DRAINING = "draining"
+    INVALID = "invalid"
+    ENGINE_FAILED = "engine_failed"
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """An assignment that an instance refused."""
+
+    sample_id: str
+    attempt: int
+    reason: RejectReason
+    message: str  # names the field, the value and the remedy
+
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     """A rewarded answer, ready for the trainer. Exactly one per dispatched sample id reaches it."""
 
@@ -183,6 +217,28 @@ class Manifest:
 
 
 @dataclass(frozen=True)
+class WeightSource:
+    """Where the bytes of a version lie: ``path`` for an instance on the publisher's host, else ``address``."""
+
+    path: str = ""  # the blob's file under /dev/shm
+    address: str = ""  # host:port of a weight store; it asks for the run's token
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What became of one instance's update."""
+
+    instance: str
+    accepted: bool
+    version: int  # what it serves now
+    reason: str = ""  # why it was refused: every fault found
+    quarantined: bool = False  # loading failed after it began: the engine must be restarted
+    staged_s: float = 0.0  # checking, behind running generation
+    paused_s: float = 0.0  # generation stood still
+    applied_s: float = 0.0  # loading proper, part of paused_s
+
+
+@dataclass(frozen=True)
 class InstanceInfo:
     """What an instance says of itself when a controller greets it."""
 
@@ -198,15 +254,18 @@ class InstanceInfo:
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """A heartbeat, or the reply to GetStatus."""
+    """A heartbeat, or the reply to GetStatus (which alone fills what follows ``engine_age_s``)."""
 
     state: InstanceState
     version: int
     running: int = 0
     waiting: int = 0
     tokens_since_last: int = 0
-    engine_age_s: float = 0.0
-    message: str = ""
+    engine_age_s: float = 0.0  # since the engine itself, not its API process, last answered
+    message: str = ""  # of FAILED: why
+    phase: str = ""  # of LOADING: what it is doing
+    tokens_total: int = 0
+    uptime_s: float = 0.0  # since the process started
 
 
 def group_runs(versions: Sequence[int]) -> tuple[VersionRun, ...]:
