@@ -1,0 +1,1 @@
+"""Weights from trainer to generator: names, manifest, publishing, pulling."""
