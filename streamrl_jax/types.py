@@ -211,7 +211,7 @@ class Manifest:
     version: int
     tensors: tuple[TensorSpec, ...]
     total_bytes: int
-    digest: bytes  # blake3 over the tensors' digests, in order
+    digest: bytes  # blake3 over all of the above and below (bridge.manifest.manifest_digest)
     architecture: str
     base_version: int = NO_VERSION  # of a delta; NO_VERSION: full
 
