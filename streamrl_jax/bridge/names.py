@@ -45,6 +45,10 @@ class Dimensions(Protocol):
     def tied(self) -> bool: ...
 
 
+def _as_it_is(array: Any) -> Any:
+    return array
+
+
 @dataclass(frozen=True)
 class Entry:
     """One row of the table.
@@ -113,7 +117,11 @@ def checkpoint_shapes(arch: Dimensions, *, explicit_head: bool = False) -> dict[
 
 
 def to_checkpoint(
-    arch: Dimensions, params: Mapping[str, Any], *, explicit_head: bool = False
+    arch: Dimensions,
+    params: Mapping[str, Any],
+    *,
+    explicit_head: bool = False,
+    fetch: Callable[[Any], Any] = _as_it_is,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, array) in the order of `checkpoint_shapes`, one layer's array at a time.
 
@@ -121,13 +129,15 @@ def to_checkpoint(
         arch: The architecture.
         params: A policy's parameter tree (arrays of NumPy, JAX or tracers).
         explicit_head: As in `checkpoint_shapes`.
+        fetch: Applied to each layer's array before it is laid out anew, e.g. `numpy.asarray` to bring it to
+            the host.
     """
     for entry in entries(arch):
         leaf = leaf_at(params, entry.path)
         for layer, name in enumerate(entry.names):
-            yield name, entry.to_checkpoint(leaf if entry.layers is None else leaf[layer])
+            yield name, entry.to_checkpoint(fetch(leaf if entry.layers is None else leaf[layer]))
     if explicit_head and arch.tied:
-        yield HEAD_NAME, leaf_at(params, ("embedding", "weight"))
+        yield HEAD_NAME, fetch(leaf_at(params, ("embedding", "weight")))
 
 
 def from_checkpoint(

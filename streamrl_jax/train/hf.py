@@ -1,0 +1,245 @@
+"""Hugging Face checkpoint directories: in, straight to sharded device arrays, and out.
+
+Which tensor is which parameter says `streamrl_jax.bridge.names`; here are only files. An export appears under
+its name when it is complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+
+from streamrl_jax.bridge import names
+from streamrl_jax.errors import UserError
+from streamrl_jax.train.models import Arch, Model, Params, arch_from_hf
+from streamrl_jax.train.tensorfile import map_tensors, write_tensors
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+
+# What belongs to a checkpoint beside weights and configuration; an export copies it as it is.
+_COMPANIONS: Final = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+
+
+def read_arch(directory: Path) -> Arch:
+    """Reads and checks a checkpoint's config.json.
+
+    Raises:
+        UserError: The directory or the file is missing, is not JSON, or describes what is not supported.
+    """
+    if not directory.is_dir():
+        raise UserError(
+            f"model directory {directory} does not exist; give a Hugging Face checkpoint directory"
+        )
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory}: no config.json; this is not a Hugging Face checkpoint directory")
+    return arch_from_hf(_read_json_object(path), str(path))
+
+
+def load_params(directory: Path, model: Model) -> Params:
+    """Loads a policy's parameters onto the model's mesh.
+
+    Each device reads its own part through a memory map; the host never holds more than the parts of one
+    parameter.
+
+    Args:
+        directory: A checkpoint directory: `model.safetensors`, or shards with an index; float32, float16,
+            bfloat16.
+        model: The policy to load into; its architecture must be the directory's.
+
+    Returns:
+        float32 parameters, sharded as `model.abstract_params()` says.
+
+    Raises:
+        UserError: Files are missing or broken, or names and shapes do not fit the architecture.
+    """
+    tensors = _map_checkpoint(directory)
+    names.check_names(model.arch, {name: array.shape for name, array in tensors.items()}, str(directory))
+    _check_tied_head(directory, model.arch, tensors)
+    template = model.abstract_params()
+    params: Params = {}
+    for entry in names.entries(model.arch):
+        struct = names.leaf_at(template, entry.path)
+        parts = [entry.from_checkpoint(tensors[name]) for name in entry.names]
+        names.place(params, entry.path, _sharded(struct, parts, stacked=entry.layers is not None))
+    return params
+
+
+def save_params(
+    params: Params,
+    arch: Arch,
+    out: Path,
+    *,
+    source: Path | None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a checkpoint directory that transformers and vLLM load.
+
+    Args:
+        params: A policy's parameters.
+        arch: Its architecture, whose original configuration is written back with the new dtype.
+        out: The directory to create; it must not exist, or be empty.
+        source: Where generation config, tokenizer and chat template are copied from; None where there are
+            none.
+        dtype: "bfloat16" rounds the float32 masters to nearest even.
+        max_shard_bytes: Larger checkpoints are split into several files with an index.
+
+    Raises:
+        UserError: `out` is in use, or cannot be written; nothing is left behind.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; give a new directory for the checkpoint, or remove it")
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        _write_weights(partial, params, arch, dtype, max_shard_bytes)
+        _write_json(partial / "config.json", _config_for(arch, dtype))
+        if source is not None:
+            _copy_companions(source, partial)
+        os.replace(partial, out)
+    except OSError as error:
+        raise UserError(f"{out}: the checkpoint cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _map_checkpoint(directory: Path) -> dict[str, np.ndarray]:
+    if (directory / SINGLE_FILE).is_file():
+        return map_tensors(directory / SINGLE_FILE)
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise UserError(
+            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints can be loaded"
+        )
+    weight_map = _read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: field 'weight_map' must be an object of tensor names and file names")
+    tensors: dict[str, np.ndarray] = {}
+    for file_name in sorted({str(value) for value in weight_map.values()}):
+        if Path(file_name).name != file_name:
+            raise UserError(f"{index}: {file_name!r} is not the name of a file beside the index")
+        listed = {name for name, value in weight_map.items() if value == file_name}
+        held = map_tensors(directory / file_name)
+        if listed != held.keys():
+            difference = ", ".join(sorted(listed ^ held.keys()))
+            raise UserError(
+                f"{index}: does not list the tensors that {file_name} holds; they differ in: {difference}"
+            )
+        tensors |= held
+    return tensors
+
+
+def _check_tied_head(directory: Path, arch: Arch, tensors: Mapping[str, np.ndarray]) -> None:
+    head = tensors.get(names.HEAD_NAME)
+    if arch.tied and head is not None and not np.array_equal(head, tensors[names.EMBEDDING_NAME]):
+        raise UserError(
+            f"{directory}: config.json says tie_word_embeddings = true, but {names.HEAD_NAME} differs from "
+            f"{names.EMBEDDING_NAME}; set tie_word_embeddings to false to train both"
+        )
+
+
+def _sharded(struct: jax.ShapeDtypeStruct, parts: list[np.ndarray], *, stacked: bool) -> jax.Array:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        if not stacked:
+            return np.array(parts[0][index], dtype=struct.dtype)
+        return np.stack([np.array(part[index[1:]], dtype=struct.dtype) for part in parts[index[0]]])
+
+    assert struct.sharding is not None
+    return jax.make_array_from_callback(struct.shape, struct.sharding, read)
+
+
+def _write_weights(
+    directory: Path, params: Params, arch: Arch, dtype: Literal["float32", "bfloat16"], max_shard_bytes: int
+) -> None:
+    itemsize = 2 if dtype == "bfloat16" else 4
+    shapes = names.checkpoint_shapes(arch)
+    sizes = {name: int(np.prod(shape)) * itemsize for name, shape in shapes.items()}
+    shards = _split(sizes, max_shard_bytes)
+    count = len(shards)
+    files = (
+        [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    )
+    tensors = names.to_checkpoint(arch, params, fetch=np.asarray)
+    for file_name, shard in zip(files, shards, strict=True):
+        layout = {name: shapes[name] for name in shard}
+        write_tensors(directory / file_name, layout, dtype, _take(tensors, shard))
+    if count > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(
+            directory / INDEX_FILE,
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map},
+        )
+
+
+def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, cut into runs of at most `limit` bytes (a larger tensor gets a file of its own)."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _take(tensors: Iterator[tuple[str, Any]], expected: list[str]) -> Iterator[Any]:
+    for want in expected:
+        name, array = next(tensors)
+        assert name == want
+        yield array
+
+
+def _config_for(arch: Arch, dtype: str) -> dict[str, Any]:
+    config = arch.hf_config | {"dtype": dtype, "tie_word_embeddings": arch.tied}
+    if "torch_dtype" in config:  # transformers 4's name for the same thing
+        config["torch_dtype"] = dtype
+    return config
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for name in _COMPANIONS:
+        item = source / name
+        if item.is_dir():
+            shutil.copytree(item, target / name)
+        elif item.is_file():
+            shutil.copyfile(item, target / name)
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: a JSON object is needed, found {type(value).__name__}")
+    return value
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
