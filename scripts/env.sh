@@ -69,8 +69,9 @@ with_progress() {
         sleep 1
         (( (SECONDS - started) % ${PROGRESS_EVERY_S:-5} == 0 )) || continue
         count=$(find "$SITE" -maxdepth 1 -name '*.dist-info' | wc -l)
-        line=$(grep -oE '^(Collecting|Downloading|Installing|Building|Preparing) .*' "$LOG" | tail -n 1 | cut -c1-60 || true)
-        say "$(printf '%4d s  %s: %s (%d packages in place)' $((SECONDS - started)) "$what" "${line:-starting}" "$count")"
+        line=$(grep -oE '^(Collecting|Downloading|Installing|Building|Preparing) [^ ]*' "$LOG" | tail -n 1 || true)
+        [[ $line == "Installing collected" ]] && line="unpacking"
+        say "$(printf '%4d s  %s: %s, %d of %d in place' $((SECONDS - started)) "$what" "${line:-starting}" "$count" "$TOTAL")"
     done
     trap - INT TERM
     wait "$pid"
@@ -129,7 +130,7 @@ build_env() {
         fail "$ROOT has $free GiB free and the packages need $NEEDED_GIB; free some or set STREAMRL_ENV_ROOT elsewhere."
     "$PY" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$PY has no venv module (Debian splits it off: apt-get install python3.11-venv)."
-    say "installing $(grep -c '==' "$LOCK_FILE") packages into $ENV_DIR (once; a few minutes, about 2 GB to fetch)"
+    say "installing $TOTAL packages into $ENV_DIR (once; a few minutes, about 2 GB to fetch)"
     "$PY" -m venv "$ENV_DIR"
     mkdir "$ENV_DIR/tmp"
     : >"$LOG"
@@ -172,6 +173,7 @@ check_machine
 ENV_DIR=$ROOT/env-$(env_key)
 SITE=$ENV_DIR/lib/python3.11/site-packages
 LOG=$ENV_DIR/install.log
+TOTAL=$(grep -c '==' "$LOCK_FILE")
 VENV=$REPO/.venv
 STAMP=$VENV/.complete
 OVERLAY_KEY=$(printf '%s\n' "$ENV_DIR" "$REPO"; sha256sum "$REPO/pyproject.toml" "$REPO/scripts/env.sh" | cut -d' ' -f1)
