@@ -218,7 +218,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where the bytes of a version lie: ``path`` for an instance on the publisher's host, else ``address``."""
+    """Where a version's bytes lie: ``path`` for an instance on the publisher's host, else ``address``."""
 
     path: str = ""  # the blob's file under /dev/shm
     address: str = ""  # host:port of a weight store; it asks for the run's token
@@ -236,6 +236,15 @@ class UpdateReport:
     staged_s: float = 0.0  # checking, behind running generation
     paused_s: float = 0.0  # generation stood still
     applied_s: float = 0.0  # loading proper, part of paused_s
+
+
+@dataclass(frozen=True)
+class Hello:
+    """How a controller opens an instance's stream."""
+
+    fence: Fence
+    heartbeat_interval_s: float = 1.0
+    progress_interval_s: float = 0.0  # 0: no partial answers
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The stream generation service: vLLM behind a gRPC stream, its client, its processes. No JAX in here."""

@@ -1,0 +1,113 @@
+"""Primitives of the wire: packed arrays and checks of values that another process sent.
+
+A check returns the value or raises a `ValueError` that names the field and what was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+
+from streamrl_jax.types import NO_VERSION, Logprobs, TokenIds
+
+MAX_TOKENS: Final = 1 << 20
+"""Longest array of tokens that is taken from the wire."""
+
+MAX_NAME: Final = 1024
+"""Longest identifier, characters."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def name(field: str, value: str, *, empty: bool = False) -> str:
+    """An identifier: not empty unless ``empty`` allows it, at most `MAX_NAME` characters."""
+    if not value and not empty:
+        raise ValueError(f"{field} is empty")
+    if len(value) > MAX_NAME:
+        raise ValueError(f"{field} has {len(value)} characters; at most {MAX_NAME} are taken")
+    return value
+
+
+def finite(field: str, value: float, low: float = -math.inf, high: float = math.inf) -> float:
+    """A number in [low, high], neither NaN nor infinite."""
+    if not math.isfinite(value) or not low <= value <= high:
+        raise ValueError(f"{field} = {value} is not a finite number in [{low}, {high}]")
+    return value
+
+
+def version(field: str, value: int) -> int:
+    """A policy version: -1 (none) or more."""
+    if value < NO_VERSION:
+        raise ValueError(f"{field} = {value} is under {NO_VERSION}")
+    return value
+
+
+def lookup(field: str, table: Mapping[K, V], key: K) -> V:
+    """The table's entry."""
+    if key not in table:
+        raise ValueError(f"{field} = {key} is unknown; known are {', '.join(sorted(map(str, table)))}")
+    return table[key]
+
+
+def ids_to_bytes(ids: TokenIds | Sequence[int]) -> bytes:
+    """Packs token ids as little-endian int32."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def logprobs_to_bytes(logprobs: Logprobs | Sequence[float]) -> bytes:
+    """Packs log-probs as little-endian float32."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def ids_from_bytes(field: str, data: bytes) -> TokenIds:
+    """Unpacks token ids.
+
+    Args:
+        field: named in the error.
+        data: little-endian int32.
+
+    Returns:
+        A read-only view of the bytes.
+
+    Raises:
+        ValueError: not whole numbers of 4 bytes, too many, or a negative id.
+    """
+    ids = _unpack(field, data, "<i4")
+    if ids.size and (low := int(ids.min())) < 0:
+        raise ValueError(f"{field} holds the negative token id {low} at index {int(ids.argmin())}")
+    return ids
+
+
+def logprobs_from_bytes(field: str, data: bytes, tokens: int) -> Logprobs:
+    """Unpacks the log-probs of ``tokens`` tokens.
+
+    Args:
+        field: named in the error.
+        data: little-endian float32.
+        tokens: how many there must be.
+
+    Returns:
+        A read-only view of the bytes.
+
+    Raises:
+        ValueError: another count, or one that is NaN, infinite or above 0 by more than rounding.
+    """
+    logprobs = _unpack(field, data, "<f4")
+    if logprobs.size != tokens:
+        raise ValueError(f"{field} holds {logprobs.size} log-probs for {tokens} tokens")
+    bad = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-3))
+    if bad.size:
+        raise ValueError(f"{field}[{bad[0]}] = {logprobs[bad[0]]} is no log-prob")
+    return logprobs
+
+
+def _unpack(field: str, data: bytes, dtype: str) -> np.ndarray:
+    if len(data) % 4:
+        raise ValueError(f"{field} has {len(data)} bytes, which is no multiple of 4")
+    if len(data) // 4 > MAX_TOKENS:
+        raise ValueError(f"{field} holds {len(data) // 4} elements; at most {MAX_TOKENS} are taken")
+    return np.frombuffer(data, dtype=dtype)
