@@ -1,0 +1,27 @@
+"""What ends a run from the controller's side; each names who, what and the remedy."""
+
+from __future__ import annotations
+
+import traceback
+
+from streamrl_jax.errors import UserError
+
+
+class ControlError(Exception):
+    """Generation cannot go on: an instance is past its restarts, none is left, or nothing arrives."""
+
+
+class RewardError(UserError):
+    """The user's reward function raised, returned no finite number, or did not return in time.
+
+    Args:
+        message: one paragraph that names sample, prompt and answer.
+        cause: what the function raised; its traceback follows the paragraph when the error is printed.
+    """
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self._trace = "".join(traceback.format_exception(cause)).rstrip() if cause else ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self._trace}" if self._trace else super().__str__()

@@ -1,0 +1,154 @@
+"""Runs the user's reward function beside the controller's loop, with a bound on each call.
+
+Worker threads, not processes: a function given to ``streamrl_jax.run(reward_fn=...)`` may be a closure that
+cannot be pickled, and a process that has imported JAX must not be forked. The price: a thread that hangs
+cannot be killed. So a call past its bound ends the run with the sample's name; the thread is a daemon and
+does not keep the process alive. A function that holds the interpreter lock (a catastrophic regular
+expression) holds the whole process with it; such a function belongs into a process of its own, which it
+calls with a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from streamrl_jax.control.faults import RewardError
+from streamrl_jax.rewards import RewardFn, RewardResult
+from streamrl_jax.types import Generation, Prompt, TokenIds
+
+_EXCERPT = 200  # characters of an answer that a message shows
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    prompt: Prompt
+    generation: Generation
+    done: asyncio.Future[RewardResult]
+    loop: asyncio.AbstractEventLoop
+
+
+class RewardWorkers:
+    """A few threads that turn answers into rewards.
+
+    Call order: ``start``, any number of ``reward`` (awaited on the loop), ``check`` now and then, ``close``.
+
+    Args:
+        function: the user's reward function.
+        decode: token ids to text; runs on the worker too.
+        timeout_s: bound on one call.
+        workers: threads.
+    """
+
+    def __init__(
+        self, function: RewardFn, decode: Callable[[TokenIds], str], timeout_s: float, workers: int
+    ) -> None:
+        self._function = function
+        self._decode = decode
+        self._timeout_s = timeout_s
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
+            for number in range(workers)
+        ]
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    async def reward(self, prompt: Prompt, generation: Generation) -> RewardResult:
+        """Computes one reward.
+
+        Args:
+            prompt: the answer's prompt.
+            generation: the answer.
+
+        Returns:
+            The function's result.
+
+        Raises:
+            RewardError: the function raised, or its score is no finite number.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(prompt, generation, loop.create_future(), loop)
+        self._calls.put(call)
+        return await call.done
+
+    def check(self) -> None:
+        """Raises `RewardError` when a call runs for longer than its bound."""
+        now = time.monotonic()
+        for since, call in list(self._running.values()):
+            if now - since > self._timeout_s:
+                raise RewardError(
+                    f"the reward function did not return within {self._timeout_s:g} s (reward.timeout_s) for "
+                    f"{_name(call)}; put a bound into the function, or raise reward.timeout_s"
+                )
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Ends the threads.
+
+        Args:
+            timeout_s: bound on the wait for calls that run.
+
+        Returns:
+            What still hangs: the samples whose calls did not return.
+        """
+        for _ in self._threads:
+            self._calls.put(None)
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
+        return [_name(call) for _, call in list(self._running.values())]
+
+    def _work(self, number: int) -> None:
+        while (call := self._calls.get()) is not None:
+            self._running[number] = (time.monotonic(), call)
+            outcome = self._outcome(call)
+            del self._running[number]
+            with contextlib.suppress(RuntimeError):  # the loop is closed: a call that hung ends after the run
+                call.loop.call_soon_threadsafe(_settle, call.done, outcome)
+
+    def _outcome(self, call: _Call) -> RewardResult | BaseException:
+        text = ""
+        try:
+            text = self._decode(call.generation.token_ids)
+            result = self._function(call.prompt, text, call.generation)
+            score = float(result.score)
+        except BaseException as error:  # whatever the user's code raises reaches the trainer's thread
+            return RewardError(
+                f"the reward function raised {type(error).__name__}: {error} for {_name(call)}, "
+                f"answer {_excerpt(text)}",
+                error,
+            )
+        if not math.isfinite(score):
+            return RewardError(
+                f"the reward function returned {score} for {_name(call)}, answer {_excerpt(text)}; "
+                "a reward must be a finite number"
+            )
+        return result
+
+
+def _settle(done: asyncio.Future[RewardResult], outcome: RewardResult | BaseException) -> None:
+    if done.done():  # cancelled: the controller closes
+        return
+    if isinstance(outcome, BaseException):
+        done.set_exception(outcome)
+    else:
+        done.set_result(outcome)
+
+
+def _name(call: _Call) -> str:
+    return f"sample {call.generation.sample_id} (prompt {call.prompt.prompt_id})"
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…")

@@ -1,0 +1,48 @@
+"""The controller's part of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from streamrl_jax.config import Config
+from streamrl_jax.control.lease import LeaseBounds
+
+
+@dataclass(frozen=True)
+class ControlSettings:
+    """Bounds and choices of the controller; the defaults are those of the configuration."""
+
+    start_timeout_s: float = 600.0  # from the start of an instance until it is loaded
+    heartbeat_interval_s: float = 1.0
+    progress_interval_s: float = 0.0  # 0: only finished answers are sent
+    lease_s: float = 20.0  # see `control.lease`
+    max_restarts: int = 5  # per instance
+    update_timeout_s: float = 300.0  # one update of one instance, the wait for running answers apart
+    transport: Literal["auto", "shm", "grpc"] = "auto"
+    in_flight: bool = False  # updates do not wait for what runs
+    reward_timeout_s: float = 30.0  # one call of the reward function
+    reward_workers: int = 2  # threads
+    max_attempts: int = 20  # of one sample, before the run stops with its name
+    close_timeout_s: float = 20.0  # bound on the end of everything
+
+    @classmethod
+    def of(cls, config: Config) -> ControlSettings:
+        """Reads them off a run's configuration."""
+        gen, bridge = config.gen, config.bridge
+        return cls(
+            start_timeout_s=gen.start_timeout_s,
+            heartbeat_interval_s=gen.heartbeat_interval_s,
+            progress_interval_s=gen.progress_interval_s,
+            lease_s=gen.lease_s,
+            max_restarts=gen.max_restarts,
+            update_timeout_s=bridge.update_timeout_s,
+            transport=bridge.transport,
+            in_flight=bridge.in_flight,
+            reward_timeout_s=config.reward.timeout_s,
+        )
+
+    @property
+    def lease(self) -> LeaseBounds:
+        """The bounds of an instance's lease."""
+        return LeaseBounds(self.lease_s, self.update_timeout_s, self.start_timeout_s)

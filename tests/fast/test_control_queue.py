@@ -1,0 +1,195 @@
+"""The held queue: order, admission by version and room, groups kept together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl_jax.control.jobs import Job, members, sampling_of
+from streamrl_jax.control.queue import HeldQueue, Room, Waiting, place_with_group
+from streamrl_jax.types import NO_VERSION, Prompt, Sampling
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,), seed=3)
+
+
+def prompt(row: str) -> Prompt:
+    return Prompt(row, np.asarray([1, 2], np.int32), {})
+
+
+def waiting(name: str, version: int = 0, order: int = 0, pinned: str = "", group: str = "") -> Waiting:
+    return Waiting(name, group or name, version, (order,), pinned)
+
+
+waitings = st.lists(
+    st.builds(
+        Waiting,
+        sample_id=st.uuids().map(str),
+        group=st.sampled_from("pqrs"),
+        min_version=st.integers(0, 3),
+        order=st.tuples(st.integers(-2, 2), st.integers(0, 9)),
+        pinned=st.sampled_from(["", "", "", "a", "b"]),
+    ),
+    max_size=30,
+    unique_by=lambda one: one.sample_id,
+)
+rooms = st.lists(
+    st.builds(
+        Room,
+        instance=st.sampled_from("abc"),
+        version=st.integers(-1, 3),
+        capacity=st.integers(1, 12),
+        held=st.integers(0, 12),
+        pinned_only=st.booleans(),
+    ),
+    max_size=3,
+    unique_by=lambda one: one.instance,
+)
+
+
+def greedy_reference(queued: Sequence[Waiting], rooms: Sequence[Room]) -> list[str]:
+    """One sample after another in order; it leaves if any instance may take it. Says which leave, when all
+    samples and rooms are alike but for their number."""
+    free = sum(room.free for room in rooms)
+    return [one.sample_id for one in sorted(queued, key=lambda one: one.order)][:free]
+
+
+@given(waitings, rooms)
+def test_admission(queued: list[Waiting], rooms: list[Room]) -> None:
+    """No instance beyond its capacity or with too old a version, nothing pinned elsewhere, nothing lost; and
+    what stays has no place to go."""
+    queue = HeldQueue()
+    for one in queued:
+        queue.push(one)
+    placed = queue.take(rooms)
+    by_name = {room.instance: room for room in rooms}
+    given_to = Counter(placement.instance for placement in placed)
+    for placement in placed:
+        room = by_name[placement.instance]
+        assert room.version != NO_VERSION
+        assert placement.waiting.min_version <= room.version
+        assert placement.waiting.pinned in ("", room.instance)
+        assert placement.waiting.pinned or not room.pinned_only
+    for name, count in given_to.items():
+        assert by_name[name].held + count <= by_name[name].capacity
+    left = {one.sample_id for one in queued} - {placement.waiting.sample_id for placement in placed}
+    assert len(queue) == len(left)
+    for one in queued:
+        if one.sample_id in left:
+            for room in rooms:
+                after = room.held + given_to[room.instance]
+                blocked = (
+                    after >= room.capacity
+                    or one.min_version > room.version
+                    or room.version == NO_VERSION
+                    or (one.pinned != room.instance if one.pinned else room.pinned_only)
+                )
+                assert blocked, f"{one} could have gone to {room}"
+    assert queue.take([Room("all", 99, 1000, 0), Room("a", 99, 99, 0), Room("b", 99, 99, 0)]) is not None
+    assert len(queue) == 0
+
+
+@given(st.lists(st.integers(-3, 3), max_size=20), st.integers(1, 9))
+def test_order_is_that_of_a_sort(orders: list[int], capacity: int) -> None:
+    queue = HeldQueue()
+    queued = [waiting(str(index), order=order) for index, order in enumerate(orders)]
+    for one in queued:
+        queue.push(one)
+    rooms = [Room("a", 0, capacity, 0), Room("b", 0, capacity, 1)]
+    assert [placement.waiting.sample_id for placement in queue.take(rooms)] == greedy_reference(queued, rooms)
+
+
+def test_what_comes_back_goes_first() -> None:
+    queue = HeldQueue()
+    queue.push(waiting("new", order=-5))
+    queue.push(waiting("lost", order=7), front=True)
+    assert [placement.waiting.sample_id for placement in queue.take([Room("a", 0, 9, 0)])] == ["lost", "new"]
+
+
+def test_a_version_that_is_not_out_does_not_block_what_is_behind() -> None:
+    queue = HeldQueue()
+    queue.push(waiting("next", version=2, order=0))
+    queue.push(waiting("now", version=1, order=1))
+    assert [placement.waiting.sample_id for placement in queue.take([Room("a", 1, 9, 0)])] == ["now"]
+    assert queue.oldest_version() == 2
+    assert [placement.waiting.sample_id for placement in queue.take([Room("a", 2, 9, 0)])] == ["next"]
+
+
+def test_dummy_weights_answer_nothing() -> None:
+    queue = HeldQueue()
+    queue.push(waiting("any", version=NO_VERSION))
+    assert queue.take([Room("a", NO_VERSION, 9, 0)]) == []
+
+
+def test_group_stays_on_one_instance_while_it_has_room() -> None:
+    queue = HeldQueue()
+    for group in "pqrs":
+        for index in range(4):
+            queue.push(waiting(f"{group}/{index}", order="pqrs".index(group), group=group))
+    placed = queue.take([Room("a", 0, 8, 0), Room("b", 0, 8, 0)])
+    homes = {group: {p.instance for p in placed if p.waiting.group == group} for group in "pqrs"}
+    assert all(len(instances) == 1 for instances in homes.values())
+    assert Counter(p.instance for p in placed) == {"a": 8, "b": 8}
+
+
+def test_group_moves_on_when_its_instance_is_full() -> None:
+    queue = HeldQueue()
+    for index in range(6):
+        queue.push(waiting(f"p/{index}", group="p"))
+    assert Counter(p.instance for p in queue.take([Room("a", 0, 4, 0), Room("b", 0, 4, 0)])) == {
+        "a": 4,
+        "b": 2,
+    }
+
+
+def test_place_takes_the_emptiest() -> None:
+    one = waiting("x")
+    assert place_with_group(one, [Room("a", 0, 8, 4), Room("b", 0, 100, 40)], "") == "b"
+    assert place_with_group(one, [Room("a", 0, 8, 4), Room("b", 0, 100, 40)], "a") == "a"
+    assert place_with_group(one, [Room("a", 0, 8, 4), Room("b", 0, 100, 40)], "gone") == "b"
+
+
+def test_another_policy_decides() -> None:
+    """The place for skewness-aware dispatching: long answers to instances of their own."""
+    queue = HeldQueue(place=lambda one, rooms, home: "long" if "tail" in one.sample_id else rooms[0].instance)
+    for name in ("tail/0", "short/0", "tail/1"):
+        queue.push(waiting(name))
+    placed = queue.take([Room("short", 0, 9, 0), Room("long", 0, 9, 0)])
+    assert {p.waiting.sample_id: p.instance for p in placed} == {
+        "tail/0": "long", "short/0": "short", "tail/1": "long",
+    }  # fmt: skip
+
+
+def test_an_update_lets_only_its_probes_through() -> None:
+    queue = HeldQueue()
+    queue.push(waiting("train", order=-9))
+    queue.push(waiting("probe", pinned="a"))
+    queue.push(waiting("next probe", version=1, pinned="a"))
+    assert queue.pinned("a", 0) == 1
+    assert queue.pinned("a", 1) == 2
+    placed = queue.take([Room("a", 0, 9, 0, pinned_only=True)])
+    assert [p.waiting.sample_id for p in placed] == ["probe"]
+    assert [one.sample_id for one in queue.drop_pinned("a")] == ["next probe"]
+    assert len(queue) == 1
+
+
+def test_members_are_named_once_even_when_a_prompt_comes_twice() -> None:
+    job = Job("train/4", [prompt("7"), prompt("8"), prompt("7")], 2, SAMPLING, 4, 4)
+    found = members(job)
+    assert [one.sample_id for one in found] == [
+        "train/4/7/0", "train/4/7/1", "train/4/8/0", "train/4/8/1", "train/4/7~1/0", "train/4/7~1/1",
+    ]  # fmt: skip
+    assert job.size == len({one.sample_id for one in found})
+
+
+def test_seeds_differ_within_a_group_and_stay_over_attempts() -> None:
+    job = Job("train/4", [prompt("7")], 8, SAMPLING, 4, 4)
+    ids = [one.sample_id for one in members(job)]
+    seeds = [sampling_of(job, sample_id).seed for sample_id in ids]
+    assert len(set(seeds)) == 8
+    assert seeds == [sampling_of(job, sample_id).seed for sample_id in ids]
+    assert sampling_of(job, ids[0], continued_attempt=1).seed not in seeds
+    assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
