@@ -8,7 +8,9 @@
 # what lacks its marker is removed at the next start. docs/decisions/0001-environment.md gives the reasons.
 #
 # Reads: STREAMRL_ENV_ROOT (default: streamrl_jax in the user's cache), PYTHON (default: python3.11, else python3).
-set -euo pipefail
+# `scripts/env.sh --where` prints the folder of the shared packages and does nothing.
+set -Eeuo pipefail
+trap 'printf "env: error: stopped at line %s of scripts/env.sh\n" "$LINENO" >&2' ERR
 
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 LOCK_FILE=$REPO/requirements.lock
@@ -110,13 +112,13 @@ can_compile() {
 # machine that cannot compile gets everything else, is told so, and is completed once it can.
 install_sources() {
     local partial=$ENV_DIR/.without-source-packages
+    grep '# from source' "$LOCK_FILE" >"$ENV_DIR/sources.txt" || return 0
     if ! can_compile; then
         touch "$partial"
         say "note: no C compiler with Python headers, so reasoning-gym tasks stay unavailable (all else works)." \
             "Remedy: apt-get install gcc python3.11-dev, then make env again."
         return
     fi
-    grep '# from source' "$LOCK_FILE" >"$ENV_DIR/sources.txt"
     with_progress "source packages" pip_install --no-build-isolation --use-pep517 -r "$ENV_DIR/sources.txt" ||
         explain_failure "pip could not build the source packages of requirements.lock."
     rm -f "$partial"
@@ -177,6 +179,11 @@ TOTAL=$(grep -c '==' "$LOCK_FILE")
 VENV=$REPO/.venv
 STAMP=$VENV/.complete
 OVERLAY_KEY=$(printf '%s\n' "$ENV_DIR" "$REPO"; sha256sum "$REPO/pyproject.toml" "$REPO/scripts/env.sh" | cut -d' ' -f1)
+
+if [[ ${1:-} == --where ]]; then
+    echo "$ENV_DIR"
+    exit
+fi
 
 # Held until this script and the pip it started are gone: a second start waits instead of writing alongside.
 exec 9>"$ENV_DIR.lock"
