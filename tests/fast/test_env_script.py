@@ -6,10 +6,12 @@ installations run offline.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from importlib import metadata
@@ -57,14 +59,27 @@ def pack_installed(folder: Path, name: str) -> None:
                 wheel.write(str(file.locate()), str(file))
 
 
+def write_source(folder: Path, name: str, version: str) -> None:
+    """Makes a source distribution, for a package that publishes no wheel."""
+    setup = (
+        f"from setuptools import setup\nsetup(name={name!r}, version={version!r}, py_modules=[{name!r}])\n"
+    )
+    with tarfile.open(folder / f"{name}-{version}.tar.gz", "w:gz") as archive:
+        for file, text in (("setup.py", setup), (f"{name}.py", "")):
+            member = tarfile.TarInfo(f"{name}-{version}/{file}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+
+
 def make_clone(folder: Path) -> Path:
     (folder / "streamrl_jax").mkdir(parents=True)
     (folder / "streamrl_jax" / "__init__.py").touch()
     (folder / "scripts").mkdir()
     shutil.copy(REPO / "scripts" / "env.sh", folder / "scripts")
     (folder / "pyproject.toml").write_text(PYPROJECT)
-    setuptools = f"setuptools=={metadata.version('setuptools')}"
-    (folder / "requirements.lock").write_text(f"# comment\ntinydep==1.0\ntorch==0.1\n{setuptools}\n")
+    pins = ["tinydep==1.0", "torch==0.1", f"setuptools=={metadata.version('setuptools')}"]
+    lock = "\n".join(["# comment", *pins, "tinysource==1.0  # from source", ""])
+    (folder / "requirements.lock").write_text(lock)
     return folder
 
 
@@ -77,9 +92,11 @@ class Machine:
         self.wheels.mkdir()
         write_wheel(self.wheels, "tinydep", "1.0")
         write_wheel(self.wheels, "torch", "0.1")
+        write_source(self.wheels, "tinysource", "1.0")
         pack_installed(self.wheels, "setuptools")
         self.environ = os.environ | {
             "PYTHON": str(BASE_PYTHON),
+            "CC": "false",
             "STREAMRL_ENV_ROOT": str(self.root),
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
@@ -130,11 +147,18 @@ def test_clones_share_packages_and_not_code(machine: Machine, tmp_path: Path) ->
     said = [run.communicate(timeout=120)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     # Started together, one installs and the other waits.
-    assert sum("installing 3 packages" in text for text in said) == 1
+    assert sum("installing 4 packages" in text for text in said) == 1
 
     assert not (site / "half.py").exists()
     for clone in clones:
         assert ask(clone) == f"{clone}/streamrl_jax/__init__.py {site}/tinydep.py True"
+
+    # No compiler: all but the source packages is there. With one, the next start completes it.
+    assert all("reasoning-gym tasks stay unavailable" in text for text in said)
+    assert not (site / "tinysource.py").exists()
+    code, later = machine.make_env(clones[0], CC="true")
+    assert (code, later) == (0, "")
+    assert (site / "tinysource.py").exists()
 
     stamp = (clones[0] / ".venv" / ".complete").stat().st_mtime_ns
     started = time.monotonic()

@@ -153,8 +153,8 @@ def test_the_package_keeps_the_rule(name: str) -> None:
         ),
         (
             {
-                "streamrl_jax/train/a.py": "import streamrl_jax.run",
-                "streamrl_jax/run.py": "def f():\n  import torch",
+                "streamrl_jax/train/a.py": "import streamrl_jax.go",
+                "streamrl_jax/go.py": "def f():\n  import torch",
             },
             False,
         ),
@@ -168,6 +168,11 @@ def test_a_planted_import_is_found(tmp_path: Path, files: dict[str, str], broken
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert bool(violations(scan(tmp_path / "streamrl_jax"), RULES["train"])) is broken
+
+
+def test_no_module_hides_the_function_run() -> None:
+    """A loaded submodule is bound to its name in the package: `run.py` would replace `streamrl_jax.run(...)`."""
+    assert "streamrl_jax.run" not in scan(PACKAGE)
 
 
 def test_types_and_config_load_no_heavy_library() -> None:
@@ -189,7 +194,7 @@ def test_every_imported_package_is_declared() -> None:
     requirements = project["dependencies"] + [line for extra in extras for line in extra]
     names = (re.split(r"[\[<>=~!]", requirement)[0] for requirement in requirements)
     declared = {name.lower().replace("_", "-") for name in names}
-    # Halves of a declared package: pydantic and pydantic-core, jax and jaxlib; vLLM brings the torch that fits it.
+    # Halves of a declared package, and the torch that vLLM brings.
     declared |= {"pydantic-core", "jaxlib", "torch"}
     providers = metadata.packages_distributions()
     undeclared = {
