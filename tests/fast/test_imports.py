@@ -171,7 +171,7 @@ def test_a_planted_import_is_found(tmp_path: Path, files: dict[str, str], broken
 
 
 def test_no_module_hides_the_function_run() -> None:
-    """A loaded submodule is bound to its name in the package: `run.py` would replace `streamrl_jax.run(...)`."""
+    """A loaded submodule is bound to its name in the package: `run.py` would replace the function."""
     assert "streamrl_jax.run" not in scan(PACKAGE)
 
 
