@@ -1,0 +1,125 @@
+"""Every metric's name (verl's where it has one) and meaning. `docs/metrics.md` is generated from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Final
+
+# `*` stands for a name that the run gives (an instance, a phase, a component of the reward).
+METRICS: Final[Mapping[str, str]] = {
+    "training/global_step": "Iterations completed.",
+    "training/version": "Version of the weights that were published after this step.",
+    "training/epoch": "Passes over the prompt set so far, a fraction.",
+    "training/updates": "Optimizer steps applied so far.",
+    "training/update_refused": "Updates of this step that were refused: loss or gradient was not finite.",
+    "training/samples": "Samples consumed in this step.",
+    "training/staleness/mean": "Versions that the consumed tokens lag behind the trainer, mean.",
+    "training/staleness/max": "The same, maximum; never above trainer.max_staleness.",
+    "training/rollout_probs_diff_mean": "|p_trainer - p_generator| of the same tokens and version, mean.",
+    "training/rollout_probs_diff_max": "The same, maximum.",
+    "training/rollout_probs_diff_std": "The same, standard deviation.",
+    "training/rollout_logprobs_diff_mean": "|logp_trainer - logp_generator| of the same, mean.",
+    "training/rollout_logprobs_diff_max": "The same, maximum.",
+    "training/rollout_logprobs_diff_quantile": "The same at agreement.quantile, which the bound is for.",
+    "training/probe_logprobs_diff_mean": "The same on the probe that is scored by both sides after a push.",
+    "training/probe_logprobs_diff_max": "The same, maximum.",
+    "actor/pg_loss": "Policy loss, aggregated over the global batch as actor.loss_agg_mode says.",
+    "actor/ppo_kl": "Behaviour to current policy, k1, token mean.",
+    "actor/pg_clipfrac": "Share of tokens whose ratio the clip held.",
+    "actor/pg_clipfrac_lower": "Share of tokens that the dual clip held.",
+    "actor/entropy": "Entropy of the policy at the sampling temperature, nats, token mean.",
+    "actor/kl_loss": "KL to the reference in the loss, before its weight.",
+    "actor/kl_coef": "Weight of that KL.",
+    "actor/reward_kl_penalty": "KL to the reference that was subtracted from the reward, token mean.",
+    "actor/reward_kl_penalty_coeff": "Weight of that KL.",
+    "actor/grad_norm": "Global norm of the gradient before clipping.",
+    "actor/lr": "Learning rate of the step.",
+    "actor/*": "Token mean of a statistic that a loss of one's own returned.",
+    "critic/vf_loss": "Clipped value loss, token mean.",
+    "critic/vf_clipfrac": "Share of tokens whose value the clip held.",
+    "critic/vpred_mean": "Values, token mean.",
+    "critic/vf_explained_var": "1 - Var(return - value) / Var(return).",
+    "critic/grad_norm": "Global norm of the gradient before clipping.",
+    "critic/lr": "Learning rate of the step.",
+    "critic/score/*": "Reward function's score per sample (mean, max, min).",
+    "critic/rewards/*": "Sum of the token rewards per sample, KL included (mean, max, min).",
+    "critic/advantages/*": "Advantages over tokens, as trained on (mean, max, min).",
+    "critic/returns/*": "Returns over tokens (mean, max, min).",
+    "critic/values/*": "Values over tokens (mean, max, min).",
+    "reward/*": "Mean of a further component that the reward function returned.",
+    "reward/errors": "Samples whose reward function failed.",
+    "response_length/mean": "Tokens of an answer, the stop token included.",
+    "response_length/max": "The same, maximum.",
+    "response_length/min": "The same, minimum.",
+    "response_length/clip_ratio": "Share of answers cut at data.max_response_length.",
+    "response/aborted_ratio": "Share of answers that the system cut off.",
+    "prompt_length/mean": "Tokens of a prompt.",
+    "prompt_length/max": "The same, maximum.",
+    "prompt_length/min": "The same, minimum.",
+    "prompt_length/dropped": "Prompts dropped so far because they were over the limit.",
+    "batch/micro_batches": "Micro-batches of the step.",
+    "batch/fill": "Share of the packed rows' tokens that are no padding.",
+    "batch/overlapped": "Share of the micro-batches trained on while samples still arrived.",
+    "val/accuracy": "Share of held-out answers with the full score.",
+    "val/score": "Mean score on the held-out prompts.",
+    "val/pass@*": "Share of held-out prompts with at least one right answer among so many.",
+    "val/response_length/mean": "Tokens of a held-out answer.",
+    "val/prompts": "Held-out prompts that were answered.",
+    "timing_s/*": "Seconds that a phase took (step, gen, update, publish, save, eval and so on).",
+    "timing_per_token_ms/*": "Milliseconds per token of a phase.",
+    "perf/total_num_tokens": "Tokens of prompts and answers in the step.",
+    "perf/time_per_step": "Seconds of the step.",
+    "perf/throughput": "Tokens per second and device, trainer and generator together.",
+    "perf/gen_tokens_per_s": "Answer tokens per second, all instances.",
+    "perf/mfu/actor": "Model FLOPs utilisation of the actor's update; missing where no peak is known.",
+    "perf/mfu/critic": "The same of the critic's.",
+    "perf/max_memory_allocated_gb": "Device memory at its highest, GiB.",
+    "perf/cpu_memory_used_gb": "Host memory of the trainer's process, GiB.",
+    "trainer/idle_ratio": "Share of the step that the trainer waited for samples.",
+    "rollouter/idle_ratio": "Share of the step that instances were up with nothing to do, mean.",
+    "rollouter/*": "Counters of the controller since the start: redispatched, restarts and so on.",
+    "gen/*/idle_ratio": "Idle share of one instance.",
+    "gen/*/tokens_per_s": "Tokens per second of one instance.",
+    "gen/*/version": "Version that one instance serves.",
+    "weights/bytes": "Bytes of the version that was published.",
+    "weights/gb_per_s": "Those bytes over the time from snapshot to the last acknowledgement.",
+    "weights/stale_s": "Seconds from the update to the last instance that serves it.",
+    "sft/loss": "Cross-entropy of the answers, token mean.",
+    "sft/accuracy": "Greedy accuracy on the stop set.",
+    "sft/grad_norm": "Global norm of the gradient before clipping.",
+    "sft/lr": "Learning rate of the step.",
+}
+
+
+def undeclared(names: Iterable[str]) -> list[str]:
+    """Names that the table has no line for.
+
+    Args:
+        names: Metric names.
+
+    Returns:
+        Those that match no entry, sorted.
+    """
+    return sorted(name for name in set(names) if not any(fnmatchcase(name, pattern) for pattern in METRICS))
+
+
+def metrics_page() -> str:
+    """The table as a page of documentation."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `streamrl_jax/metric_names.py` by `make docs`. Each step writes one line to "
+        "`metrics.jsonl`:",
+        "",
+        '`{"step": 3, "time": 1.7e9, "metrics": {"actor/pg_loss": 0.1, "perf/mfu/actor": null}, "missing": '
+        '{"perf/mfu/actor": "no peak known for cpu"}}`',
+        "",
+        "A value is a finite number, or `null` with the reason under `missing`. `*` stands for a name "
+        "that the run gives.",
+        "",
+        "| metric | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in METRICS.items()),
+    ]
+    return "\n".join(lines) + "\n"
