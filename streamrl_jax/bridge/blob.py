@@ -88,12 +88,10 @@ def choose_directory(
 
 
 class BlobWriter:
-    """Writes one blob. Call order: ``write`` in any order, then ``seal``; leaving the context unsealed
-    removes it.
+    """Writes one blob: ``write`` in any order, then ``seal``; leaving the context unsealed removes it.
 
     Invariant: a file that carries a blob's name is whole. The room is reserved at once, so that a full disk
-        shows
-    here as an error, and never later in a reader as a fault of the memory bus.
+    shows here as an error, and never later in a reader as a fault of the memory bus.
 
     Args:
         directory: where the blob will lie.

@@ -1,0 +1,348 @@
+"""The trainer's side of a weight push: sharded parameters become a blob and its manifest.
+
+::
+
+    trainer thread   publish(params, v): convert bucket 0, 1, … on the devices ──▶ returns, trains on
+                                             │ (fresh arrays; copies to the host begin at once)
+    writer thread                            └──▶ digest, write ──▶ … ──▶ manifest, seal ──▶ the future
+    resolves
+
+The parameters are float32 masters; what is shipped has the checkpoint's names and layout in the generator's
+dtype. The only module of the bridge that imports JAX.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from streamrl_jax.bridge import names
+from streamrl_jax.bridge.manifest import DTYPES, Target, lay_out
+from streamrl_jax.bridge.writer import VersionWriter, WriteSeconds
+from streamrl_jax.types import NO_VERSION, Fence, Manifest
+
+
+class Architecture(names.Dimensions, Protocol):
+    """The part of `streamrl_jax.train.models.Arch` that a push depends on."""
+
+    @property
+    def architecture(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class PublishStats:
+    """What one publication cost."""
+
+    nbytes: int  # of the blob
+    blocked_s: float  # how long `publish` kept its caller
+    total_s: float  # from the call to the sealed blob
+    seconds: WriteSeconds  # of the writer thread
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes over the whole time, in 1e9 bytes per second."""
+        return self.nbytes / self.total_s / 1e9
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that lies ready."""
+
+    manifest: Manifest
+    path: Path
+    stats: PublishStats
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A version under way."""
+
+    version: int
+    future: Future[Published]  # fails with UserError when there is no room
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One checkpoint tensor and where it comes from."""
+
+    name: str
+    entry: names.Entry
+    layer: int | None  # index into a parameter that is stacked over layers
+
+
+def list_pieces(arch: names.Dimensions) -> tuple[Piece, ...]:
+    """Every tensor of a push, in the table's order.
+
+    A tied model ships its head explicitly: vLLM's head would keep the old values otherwise.
+
+    Args:
+        arch: the architecture.
+
+    Returns:
+        One piece a checkpoint name.
+    """
+    pieces: list[Piece] = []
+    for entry in names.entries(arch):
+        layers: Sequence[int | None] = [None] if entry.layers is None else range(entry.layers)
+        pieces += [Piece(name, entry, layer) for name, layer in zip(entry.names, layers, strict=True)]
+        if arch.tied and entry.pattern == names.EMBEDDING_NAME:
+            pieces.append(Piece(names.HEAD_NAME, entry, None))
+    return tuple(pieces)
+
+
+def make_buckets(pieces: Sequence[Piece], dtype: str, bucket_bytes: int) -> list[tuple[Piece, ...]]:
+    """Cuts the pieces, in order, into buckets of at most ``bucket_bytes`` (or of one larger piece).
+
+    Args:
+        pieces: as from ``list_pieces``.
+        dtype: what they are shipped in.
+        bucket_bytes: upper bound.
+
+    Returns:
+        The buckets; each piece is in one.
+    """
+    buckets: list[list[Piece]] = []
+    held = 0
+    for piece in pieces:
+        nbytes = Target(piece.entry.checkpoint_shape, dtype).nbytes
+        if not buckets or held + nbytes > bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(piece)
+        held += nbytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+@partial(jax.jit, static_argnames=("pieces", "dtype"))
+def convert(params: Any, pieces: tuple[Piece, ...], dtype: str) -> list[jax.Array]:
+    """Brings pieces of a parameter tree into the checkpoint's layout.
+
+    Args:
+        params: nested dictionary of arrays, as `streamrl_jax.bridge.names` knows it.
+        pieces: which tensors.
+        dtype: the generator's; rounding is to the nearest, ties to even.
+
+    Returns:
+        One new array a piece. None shares a buffer with the parameters, which may be donated afterwards: the
+        explicit copy keeps `jit` from handing an input back as its own output.
+    """
+    converted: list[jax.Array] = []
+    for piece in pieces:
+        leaf = names.leaf_at(params, piece.entry.path)
+        array = piece.entry.to_checkpoint(leaf if piece.layer is None else leaf[piece.layer])
+        converted.append(jnp.copy(array.astype(DTYPES[dtype])))
+    return converted
+
+
+def bytes_per_device(params: Any, pieces: Sequence[Piece], dtype: str) -> int:
+    """Bytes that converted pieces take on one device: they are spread as the parameters are.
+
+    Args:
+        params: as for ``convert``.
+        pieces: which tensors.
+        dtype: what they are shipped in.
+
+    Returns:
+        Bytes, those of one replica where parameters are replicated.
+    """
+    total = 0
+    for piece in pieces:
+        leaf: jax.Array = names.leaf_at(params, piece.entry.path)
+        shards = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
+        total += -(-Target(piece.entry.checkpoint_shape, dtype).nbytes // shards)
+    return total
+
+
+class ByteBudget:
+    """Bounds the bytes that are held at a time; one request is always let in, whatever its size.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, nbytes: int, timeout_s: float) -> None:
+        """Waits until ``nbytes`` more fit.
+
+        Raises:
+            TimeoutError: they did not within ``timeout_s``.
+        """
+        with self._changed:
+            fits = self._changed.wait_for(
+                lambda: not self._held or self._held + nbytes <= self._limit, timeout_s
+            )
+            if not fits:
+                raise TimeoutError(
+                    f"waited {timeout_s:.0f} s for {nbytes} bytes of device memory: {self._held} of "
+                    f"{self._limit} are still being copied to the host"
+                )
+            self._held += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Gives back what was acquired."""
+        with self._changed:
+            self._held -= nbytes
+            self._changed.notify_all()
+
+
+class Publisher:
+    """Turns parameters into published versions: ``publish`` once a version, in rising order; then ``close``.
+
+    Invariants: a version is a snapshot of the parameters at the moment of the call, also when they are
+    donated to the next step right after it. Beside the parameters the devices hold at most ``device_bytes``
+    each of converted tensors; a model that needs more makes ``publish`` wait for the copies. The newest
+    version and the one before it lie ready; older ones are removed.
+
+    Args:
+        arch: the architecture.
+        dtype: what is shipped (``gen.dtype``).
+        fence: the life of this run.
+        directories: where blobs may lie, the best first (``/dev/shm``, then one on disk).
+        bucket_bytes: tensors converted together; each bucket is a compilation of its own.
+        device_bytes: bound on the converted tensors of one device.
+        timeout_s: bound on waiting for the copies of earlier buckets.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: str,
+        fence: Fence,
+        directories: Sequence[Path],
+        *,
+        bucket_bytes: int = 256 << 20,
+        device_bytes: int = 2 << 30,
+        timeout_s: float = 600.0,
+    ) -> None:
+        pieces = list_pieces(arch)
+        self.targets: Mapping[str, Target] = {
+            piece.name: Target(piece.entry.checkpoint_shape, dtype) for piece in pieces
+        }
+        self._dtype = dtype
+        self._buckets = make_buckets(pieces, dtype, bucket_bytes)
+        layout = {spec.name: spec for spec in lay_out(self.targets)}
+        self._new_writer = partial(
+            VersionWriter, fence, architecture=arch.architecture, layout=layout, directories=directories
+        )
+        self._budget = ByteBudget(device_bytes)
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, "publisher")
+        self._newest = NO_VERSION
+        self._held: dict[int, Published] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def held(self) -> Mapping[int, Published]:
+        """The versions that lie ready."""
+        with self._lock:
+            return dict(self._held)
+
+    def publish(self, params: Any, version: int) -> Publication:
+        """Takes a snapshot and returns; digests and bytes are written behind the caller's back.
+
+        Args:
+            params: the policy's parameter tree.
+            version: its number.
+
+        Returns:
+            The publication; its future gives the manifest, the blob's path and what it cost.
+
+        Raises:
+            TimeoutError: earlier copies did not end in time.
+            ValueError: not newer than the last one.
+        """
+        begun = time.monotonic()
+        if version <= self._newest:
+            raise ValueError(f"version {version} is published after version {self._newest}")
+        self._newest = version
+        writer = self._new_writer(version=version)
+        tasks = [self._thread.submit(writer.open)]
+        try:
+            tasks += [self._snapshot(params, bucket, writer) for bucket in self._buckets]
+        except BaseException:
+            self._thread.submit(writer.discard)
+            raise
+        blocked_s = time.monotonic() - begun
+        finished = self._thread.submit(self._finish, writer, tasks, begun, blocked_s)
+        return Publication(version, finished)
+
+    def release(self, version: int) -> None:
+        """Removes a version's blob; a reader that has it mapped keeps its bytes.
+
+        Args:
+            version: one that is held, or not (any more).
+        """
+        with self._lock:
+            published = self._held.pop(version, None)
+        if published is not None:
+            published.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Waits for what is being written and removes all versions."""
+        self._thread.shutdown(wait=True)
+        for version in self.held:
+            self.release(version)
+
+    def _snapshot(self, params: Any, bucket: tuple[Piece, ...], writer: VersionWriter) -> Future[None]:
+        """Converts a bucket and hands it to the writer thread."""
+        nbytes = bytes_per_device(params, bucket, self._dtype)
+        self._budget.acquire(nbytes, self._timeout_s)
+        try:
+            arrays = convert(params, bucket, self._dtype)
+            for array in arrays:
+                array.copy_to_host_async()
+        except BaseException:
+            self._budget.release(nbytes)
+            raise
+        return self._thread.submit(self._write, writer, bucket, arrays, nbytes)
+
+    def _write(
+        self, writer: VersionWriter, bucket: tuple[Piece, ...], arrays: list[jax.Array], nbytes: int
+    ) -> None:
+        try:
+            writer.add(zip([piece.name for piece in bucket], arrays, strict=True))
+        finally:
+            arrays.clear()  # the devices have the memory back before the next bucket is let in
+            self._budget.release(nbytes)
+
+    def _finish(
+        self, writer: VersionWriter, tasks: Sequence[Future[None]], begun: float, blocked_s: float
+    ) -> Published:
+        try:
+            for task in tasks:
+                task.result()  # has ended: one thread runs them in order
+            manifest, path = writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
+        stats = PublishStats(manifest.total_bytes, blocked_s, time.monotonic() - begun, writer.seconds)
+        published = Published(manifest, path, stats)
+        with self._lock:
+            self._held[manifest.version] = published
+            outdated = sorted(self._held)[:-2]
+        for version in outdated:
+            self.release(version)
+        return published
