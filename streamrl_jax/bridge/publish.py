@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from streamrl_jax.bridge import names
 from streamrl_jax.bridge.manifest import DTYPES, Target, lay_out
@@ -134,14 +133,14 @@ def convert(params: Any, pieces: tuple[Piece, ...], dtype: str) -> list[jax.Arra
         dtype: the generator's; rounding is to the nearest, ties to even.
 
     Returns:
-        One new array a piece. None shares a buffer with the parameters, which may be donated afterwards: the
-        explicit copy keeps `jit` from handing an input back as its own output.
+        One new array a piece. None shares a buffer with the parameters, which may be donated afterwards: what
+        `jit` returns is its own, also where nothing had to be computed (float32 masters shipped as float32).
     """
     converted: list[jax.Array] = []
     for piece in pieces:
         leaf = names.leaf_at(params, piece.entry.path)
         array = piece.entry.to_checkpoint(leaf if piece.layer is None else leaf[piece.layer])
-        converted.append(jnp.copy(array.astype(DTYPES[dtype])))
+        converted.append(array.astype(DTYPES[dtype]))
     return converted
 
 
