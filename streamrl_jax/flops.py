@@ -116,7 +116,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
         dtype: Of the arithmetic.
 
     Returns:
-        FLOP/s; None for a device that the table lacks (CPUs above all), and for float32, whose peak depends on
+        FLOP/s; None for a device that the table lacks (CPUs above all), and for float32, whose peak rests on
         the matrix precision in force.
     """
     if dtype != "bfloat16":

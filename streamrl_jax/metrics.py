@@ -1,4 +1,4 @@
-"""Metric records and where they go: `metrics.jsonl` always, TensorBoard by option, the screen (`progress.py`).
+"""Metric records and where they go: `metrics.jsonl` always, TensorBoard by option, the screen (`progress`).
 
 Names are those of `metric_names.py`. A value is a finite number, or `Missing` with the reason: never a silent
 NaN.
