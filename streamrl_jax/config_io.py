@@ -37,7 +37,7 @@ _PATH_KEYS: Final = (
     "gen.python",
     "trainer.compilation_cache",
 )
-_FUNCTION_KEYS: Final = ("reward.function", "algorithm.loss_fn", "algorithm.advantage_fn")  # file.py:function
+FUNCTION_KEYS: Final = ("reward.function", "algorithm.loss_fn", "algorithm.advantage_fn")  # file.py:function
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ def with_absolute_paths(config: Config) -> Config:
         The same with absolute paths.
     """
     values = config.model_dump()
-    for name in (*_PATH_KEYS, *_FUNCTION_KEYS):
+    for name in (*_PATH_KEYS, *FUNCTION_KEYS):
         section, key = name.split(".")
         text = values[section][key]
-        path, separator, function = text.rpartition(":") if name in _FUNCTION_KEYS else (text, "", "")
+        path, separator, function = text.rpartition(":") if name in FUNCTION_KEYS else (text, "", "")
         if path and (name == "run.dir" or Path(path).exists()):
             values[section][key] = f"{Path(path).absolute()}{separator}{function}"
     return Config.model_validate(values)
