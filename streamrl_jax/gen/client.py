@@ -1,0 +1,348 @@
+"""One instance as its controller sees it: the stream and the unary calls, in the records of `types.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from streamrl_jax.gen import codec, net
+from streamrl_jax.proto import streamrl_pb2 as pb
+from streamrl_jax.proto import streamrl_pb2_grpc as rpc
+from streamrl_jax.types import (
+    Assignment,
+    Fence,
+    Generation,
+    Hello,
+    InstanceInfo,
+    InstanceStatus,
+    Manifest,
+    Progress,
+    Rejection,
+    UpdateReport,
+    WeightSource,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The instance takes so many more assignments."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """The instance that was told to drain has nothing left."""
+
+
+StreamEvent = Generation | Progress | Rejection | InstanceStatus | Granted | Drained
+"""What comes out of a stream; an `InstanceStatus` is a heartbeat."""
+
+
+class InstanceError(Exception):
+    """A call to an instance failed.
+
+    Args:
+        address: of the instance.
+        call: what was asked.
+        code: gRPC's status; ``UNAVAILABLE`` and ``DEADLINE_EXCEEDED`` may pass, the others will not.
+        detail: the reason.
+    """
+
+    def __init__(self, address: str, call: str, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(f"{call} at {address} failed: {code.name}: {detail}")
+        self.code = code
+
+    @property
+    def transient(self) -> bool:
+        """Whether trying again later makes sense."""
+        return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class InstanceClient:
+    """Calls to one instance; nothing is sent before the first call.
+
+    Call order: `status`, `update`, `pause`, `resume`, `drain` and `open` in any order; `close` once, which
+    also ends the stream.
+
+    Args:
+        address: ``host:port``.
+        token: shared secret of the run; empty: none.
+    """
+
+    def __init__(self, address: str, token: str = "") -> None:
+        self.address = address
+        self._metadata = net.bearer(token)
+        self._channel = grpc.aio.insecure_channel(address, options=net.CHANNEL_OPTIONS)
+        self._stub = rpc.StreamGenerationStub(self._channel)
+
+    async def status(self, timeout_s: float = 5.0) -> tuple[InstanceStatus, InstanceInfo]:
+        """Asks what the instance is doing, in every state.
+
+        Raises:
+            InstanceError: it did not answer in time, or refused.
+        """
+        call = self._stub.GetStatus(pb.StatusRequest(), timeout=timeout_s, metadata=self._metadata)
+        return _status(await self._finish("GetStatus", call))
+
+    async def update(
+        self, manifest: Manifest, source: WeightSource, *, in_flight: bool, timeout_s: float
+    ) -> UpdateReport:
+        """Gives the instance a version.
+
+        Args:
+            manifest: what the version consists of.
+            source: where its bytes lie; the path is used if there is one, else the address.
+            in_flight: keep what runs (its KV is recomputed), else it finishes first.
+            timeout_s: bound on the whole.
+
+        Returns:
+            What became of it, also when it was refused.
+
+        Raises:
+            InstanceError: no answer in time, or another fence holds the instance. Whether the update took
+            place is
+                then unknown: ask again with the same manifest, which is idempotent.
+        """
+        request = pb.UpdateWeightsRequest(
+            manifest=codec.manifest_to_proto(manifest), keep_running=in_flight, deadline_s=timeout_s
+        )
+        if source.path:
+            request.same_host.path = source.path
+        else:
+            request.store.address = source.address
+        # The instance keeps the bound itself; its answer, which says why, should win over the bound here.
+        call = self._stub.UpdateWeights(request, timeout=timeout_s + 5, metadata=self._metadata)
+        info = await self._finish("UpdateWeights", call)
+        return codec.report_from_proto(self.address, info)
+
+    async def pause(self, fence: Fence, *, keep: bool, timeout_s: float) -> InstanceStatus:
+        """Stops sampling: at once if ``keep``, else when what runs has finished.
+
+        Raises:
+            InstanceError: not in time, or refused.
+        """
+        request = pb.PauseRequest(fence=codec.fence_to_proto(fence), keep=keep)
+        call = self._stub.Pause(request, timeout=timeout_s, metadata=self._metadata)
+        return _status(await self._finish("Pause", call))[0]
+
+    async def resume(self, fence: Fence, timeout_s: float = 30.0) -> InstanceStatus:
+        """Takes back `pause` and `drain`.
+
+        Raises:
+            InstanceError: not in time, or refused.
+        """
+        request = pb.ResumeRequest(fence=codec.fence_to_proto(fence))
+        call = self._stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
+        return _status(await self._finish("Resume", call))[0]
+
+    async def drain(self, fence: Fence, timeout_s: float = 5.0) -> InstanceStatus:
+        """The instance takes nothing new; `Drained` follows on the stream after its last answer.
+
+        Raises:
+            InstanceError: not in time, or refused.
+        """
+        request = pb.DrainRequest(fence=codec.fence_to_proto(fence))
+        call = self._stub.Drain(request, timeout=timeout_s, metadata=self._metadata)
+        return _status(await self._finish("Drain", call))[0]
+
+    async def open(self, hello: Hello, timeout_s: float = 10.0) -> InstanceStream:
+        """Opens the stream.
+
+        Args:
+            hello: the fence and the intervals.
+            timeout_s: bound on the Welcome.
+
+        Returns:
+            The open stream.
+
+        Raises:
+            InstanceError: not in time, or refused (``FAILED_PRECONDITION``: another fence holds the
+            instance).
+        """
+        call = self._stub.Generate(metadata=self._metadata)
+        stream = InstanceStream(self.address, hello, call)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await stream.greet()
+        except TimeoutError:
+            call.cancel()
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise InstanceError(self.address, "Generate", code, f"no Welcome within {timeout_s} s") from None
+        return stream
+
+    async def close(self) -> None:
+        """Ends the stream and the connection."""
+        await self._channel.close()
+
+    async def _finish(self, name: str, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise _instance_error(self.address, name, error) from error
+        except ValueError as error:
+            raise InstanceError(self.address, name, grpc.StatusCode.DATA_LOSS, str(error)) from error
+
+
+class InstanceStream:
+    """The open stream of one instance.
+
+    Call order: made by `InstanceClient.open`; one consumer iterates over `events`; `assign`, `abort`,
+    `acknowledge` and `grant` meanwhile, from the same event loop; `close` once. Cancelling the consumer
+    ends the stream too (grpc.aio).
+
+    Invariant: `events` yields nothing of another fence; what comes from one is counted in
+    `other_fence_dropped`. The same answer may come twice (again on a new stream, until it is acknowledged):
+    the receiver is idempotent.
+    """
+
+    def __init__(self, address: str, hello: Hello, call: grpc.aio.StreamStreamCall) -> None:
+        self._address = address
+        self._hello = hello
+        self._call = call
+        self._sending = asyncio.Lock()
+        self._info: InstanceInfo | None = None
+        self._closed = False
+        self.other_fence_dropped = 0
+
+    @property
+    def info(self) -> InstanceInfo:
+        """What the instance said of itself."""
+        if self._info is None:
+            raise RuntimeError("the stream was not greeted")
+        return self._info
+
+    async def greet(self) -> None:
+        """Hello and Welcome.
+
+        Raises:
+            InstanceError: the instance refused.
+        """
+        await self._send(pb.GenerateRequest(hello=codec.hello_to_proto(self._hello)))
+        message = await self._read()
+        if message is None or message.WhichOneof("kind") != "welcome":
+            raise self._broken("the first message was no Welcome")
+        self._info = codec.info_from_proto(message.welcome)
+
+    async def assign(self, assignment: Assignment) -> None:
+        """Hands out a sample. Repeating one that the instance has is harmless.
+
+        Raises:
+            InstanceError: the stream has ended.
+        """
+        await self._send(pb.GenerateRequest(assign=codec.assignment_to_proto(assignment)))
+
+    async def abort(self, sample_id: str, attempt: int) -> None:
+        """Cuts a sample short; its answer so far comes with ``FinishReason.ABORT``.
+
+        Raises:
+            InstanceError: the stream has ended.
+        """
+        await self._send(pb.GenerateRequest(abort=pb.Abort(sample_id=sample_id, attempt=attempt)))
+
+    async def acknowledge(self, sample_id: str, attempt: int) -> None:
+        """The answer is in safe keeping: the instance may forget it.
+
+        Raises:
+            InstanceError: the stream has ended.
+        """
+        await self._send(pb.GenerateRequest(acknowledge=pb.Acknowledge(sample_id=sample_id, attempt=attempt)))
+
+    async def grant(self, count: int) -> None:
+        """Takes ``count`` more answers. Without any grant they come as they finish.
+
+        Raises:
+            InstanceError: the stream has ended.
+        """
+        await self._send(pb.GenerateRequest(credit=pb.Credit(count=count)))
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """What the instance sends, until the stream ends in good order.
+
+        Raises:
+            InstanceError: the stream broke, was taken over (``ABORTED``) or carried something malformed.
+        """
+        while (message := await self._read()) is not None:
+            try:
+                event = self._event(message)
+            except ValueError as error:
+                self._call.cancel()
+                raise self._broken(str(error)) from error
+            if event is not None:
+                yield event
+
+    async def close(self) -> None:
+        """Ends the stream, and `events` with it; the instance keeps what was not acknowledged."""
+        self._closed = True
+        self._call.cancel()
+
+    def _event(self, message: pb.GenerateResponse) -> StreamEvent | None:
+        kind = message.WhichOneof("kind")
+        if kind == "credit":
+            return Granted(message.credit.count)
+        if kind is None or kind == "welcome":
+            raise ValueError(f"{kind or 'an unknown message'} has no place in an open stream")
+        body = getattr(message, kind)
+        if codec.fence_from_proto(body.fence) != self._hello.fence:
+            self.other_fence_dropped += 1
+            return None
+        match kind:
+            case "finished":
+                return codec.generation_from_proto(body)
+            case "progress":
+                return codec.progress_from_proto(body)
+            case "rejected":
+                return codec.rejection_from_proto(body)
+            case "heartbeat":
+                return codec.heartbeat_from_proto(body)
+            case _:
+                return Drained()
+
+    async def _send(self, message: pb.GenerateRequest) -> None:
+        # grpc.aio takes one write at a time.
+        async with self._sending:
+            try:
+                await self._call.write(message)
+            except grpc.aio.AioRpcError as error:
+                raise _instance_error(self._address, "Generate", error) from error
+            except asyncio.InvalidStateError as error:
+                raise self._broken("the stream has ended") from error
+
+    async def _read(self) -> pb.GenerateResponse | None:
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _instance_error(self._address, "Generate", error) from error
+        except asyncio.CancelledError:
+            # `close` makes grpc.aio raise this in the reader, whose task nobody has cancelled.
+            if self._closed and not _being_cancelled():
+                return None
+            raise
+        if isinstance(message, pb.GenerateResponse):
+            return message
+        code, detail = await self._call.code(), await self._call.details()
+        if code is not grpc.StatusCode.OK:
+            raise InstanceError(self._address, "Generate", code, detail)
+        return None
+
+    def _broken(self, detail: str) -> InstanceError:
+        return InstanceError(self._address, "Generate", grpc.StatusCode.DATA_LOSS, detail)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _status(reply: pb.StatusReply) -> tuple[InstanceStatus, InstanceInfo]:
+    return codec.status_from_proto(reply), codec.info_from_proto(reply.welcome)
+
+
+def _instance_error(address: str, call: str, error: grpc.aio.AioRpcError) -> InstanceError:
+    return InstanceError(address, call, error.code(), error.details() or "no details")

@@ -1,0 +1,182 @@
+"""Who may listen and who may call (DESIGN rule 9), for every gRPC server of the system."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from streamrl_jax.errors import UserError
+
+MAX_MESSAGE_BYTES: Final = 32 << 20
+"""Bound on one message, both ways."""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose host vanished is noticed although no TCP reset comes.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+SERVER_OPTIONS: Final = (
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Otherwise a second server on the same port would share its calls in silence.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits ``host:port`` or ``[v6]:port``.
+
+    Raises:
+        UserError: neither form, or no port number.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(
+            f"address = {address!r} is no HOST:PORT; write for example 127.0.0.1:50051 (port 0: any)"
+        )
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address that is bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_listen(address: str, *, insecure: bool, token: str) -> None:
+    """Refuses to listen beyond loopback by accident.
+
+    Args:
+        address: ``host:port`` to bind.
+        insecure: ``security.insecure``, the explicit consent to plain text.
+        token: shared secret; empty: none.
+
+    Raises:
+        UserError: a host beyond loopback without consent, or without a token.
+    """
+    host, _ = split_address(address)
+    if is_loopback(host):
+        return
+    if not insecure:
+        raise UserError(
+            f"listening on {address} is reachable from other machines, in plain text; set "
+            "security.insecure = true if the network is trusted, or listen on 127.0.0.1"
+        )
+    if not token:
+        raise UserError(
+            f"listening on {address} needs a token: set security.token_file to a file with a shared secret"
+        )
+
+
+def read_token(path: str) -> str:
+    """Reads a shared secret.
+
+    Args:
+        path: file that holds it; empty: no token.
+
+    Returns:
+        The secret without surrounding white space.
+
+    Raises:
+        UserError: the file cannot be read, or holds none.
+    """
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"security.token_file = {path!r} cannot be read: {error}") from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise UserError(
+            f"security.token_file = {path!r} holds no token: one line of printable ASCII is needed"
+        )
+    return token
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata that carries the token; empty without one."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Ends every call that does not carry the token."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """Lets the call pass or replaces its handler by one that refuses."""
+        handler = await continuation(handler_call_details)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = metadata.get("authorization", "")
+        if handler is None or hmac.compare_digest(str(given).encode(), self._expected):
+            return handler
+        return _refusing(handler)
+
+
+async def _unauthenticated(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "the call carries no valid token; give both sides the same security.token_file",
+    )
+
+
+def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """A handler of the same kind that only refuses."""
+    streamed_in, streamed_out = bool(handler.request_streaming), bool(handler.response_streaming)
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[streamed_in, streamed_out]
+    return make(_unauthenticated)
+
+
+def make_server(token: str) -> grpc.aio.Server:
+    """A server with bounded messages that asks for the token, if there is one."""
+    interceptors = (TokenInterceptor(token),) if token else ()
+    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, address: str, *, insecure: bool, token: str) -> str:
+    """Binds a server.
+
+    Args:
+        server: not yet started.
+        address: ``host:port``; port 0 takes a free one.
+        insecure: consent to plain text beyond loopback.
+        token: shared secret that the server asks for.
+
+    Returns:
+        ``host:port`` with the port that was taken.
+
+    Raises:
+        UserError: not permitted, or the address cannot be bound.
+    """
+    check_listen(address, insecure=insecure, token=token)
+    host, _ = split_address(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise UserError(
+            f"cannot listen on {address}: the port is in use, or the address is not one of this machine. "
+            "Choose another port (0 takes a free one), or end what holds it"
+        ) from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

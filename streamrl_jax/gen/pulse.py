@@ -1,0 +1,44 @@
+"""How long ago the engine itself gave a sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from streamrl_jax.gen.protocol import Engine
+
+
+class Pulse:
+    """Asks the engine again and again, and knows since when it has been silent.
+
+    Call order: `run` as a task once the engine has started; `age_s` at any time. A stopped EngineCore
+    leaves its API process alive and well: its ping is never answered, and the age grows.
+
+    Args:
+        engine: is asked.
+        interval_s: rest between an answer and the next question.
+    """
+
+    def __init__(self, engine: Engine, interval_s: float = 0.5) -> None:
+        self._engine = engine
+        self._interval_s = interval_s
+        self._answered_s: float | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last answer; 0 before the engine is up."""
+        return 0.0 if self._answered_s is None else time.monotonic() - self._answered_s
+
+    async def run(self) -> None:
+        """Asks until the engine is dead.
+
+        The wait for one answer has no bound of its own: whoever reads `age_s` has one (the lease).
+
+        Raises:
+            EngineFailed: the engine is dead.
+        """
+        self._answered_s = time.monotonic()
+        while True:
+            await self._engine.ping()
+            self._answered_s = time.monotonic()
+            await asyncio.sleep(self._interval_s)

@@ -1,0 +1,407 @@
+"""The gRPC edge of one SGS instance: `StreamGeneration` of `streamrl.proto` over an `Engine`.
+
+One controller at a time holds the instance, named by its fence::
+
+    Hello ──▶ Welcome                     a newer incarnation takes over: all work of the older one is dropped
+    Assign ──▶ Progress* ──▶ Finished     or Rejected; exactly one of the two per (sample, attempt)
+    Acknowledge                           until then a Finished is sent again on each new stream of the
+    same fence UpdateWeights                         staged behind running work, applied between two tokens
+
+After a broken stream the controller says Hello again with the same fence and repeats the Assign of
+everything it counts as outstanding here: what is at work stays at work, what is finished is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import grpc
+
+from streamrl_jax.gen import codec
+from streamrl_jax.gen.admission import refusal
+from streamrl_jax.gen.answers import Answers, Result
+from streamrl_jax.gen.outbox import Outbox
+from streamrl_jax.gen.protocol import Engine, EngineFailed
+from streamrl_jax.gen.pulse import Pulse
+from streamrl_jax.gen.updates import Pull, Updates
+from streamrl_jax.proto import streamrl_pb2 as pb
+from streamrl_jax.proto import streamrl_pb2_grpc as rpc
+from streamrl_jax.types import (
+    Fence,
+    Generation,
+    InstanceInfo,
+    InstanceState,
+    InstanceStatus,
+    Progress,
+    Rejection,
+    RejectReason,
+    WeightSource,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 10.0
+"""A stream whose Hello does not come within this is ended."""
+
+
+class FenceRefused(Exception):
+    """The caller belongs to another run, or to an earlier life of this one."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What an instance is called and where it runs."""
+
+    name: str
+    lookahead: int
+    host_id: str
+    same_host_weights: bool = True
+    fence: Fence | None = None  # of the run that started it: another run is refused
+
+
+class GenerationService(rpc.StreamGenerationServicer):
+    """Serves an engine to one controller.
+
+    Call order: construct, add to a server and start that, then await `run`, which brings the engine up
+    while calls are already answered and returns only by an error.
+
+    Invariant: nothing that carries one fence is ever sent to a stream of another, nor labelled with its
+    versions.
+    """
+
+    def __init__(self, engine: Engine, identity: Identity, pull: Pull | None = None) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._fence = identity.fence
+        self._pulse = Pulse(engine)
+        self._updates = Updates(engine, identity.name, lambda: self._fence, pull, self._fail)
+        self._answers = Answers(engine, identity.name, self._deliver, self._fail)
+        self._outbox: Outbox | None = None
+        self._phase = "starting"
+        self._ready = False
+        self._failure = ""
+        self._failed = asyncio.Event()
+        self._paused = False
+        self._draining = False
+        self._binding = asyncio.Lock()
+        self._started_s = time.monotonic()
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self) -> None:
+        """Starts the engine and watches it.
+
+        Raises:
+            EngineFailed: it did not come up, died, or must be restarted. The reason stays visible in the
+            status.
+        """
+        try:
+            await self._engine.start(self._say)
+            self._ready, self._phase = True, ""
+            pulse = asyncio.create_task(self._pulse.run())
+            failed = asyncio.create_task(self._failed.wait())
+            try:
+                await asyncio.wait((pulse, failed), return_when=asyncio.FIRST_COMPLETED)
+                if pulse.done():
+                    pulse.result()
+                raise EngineFailed(self._failure)
+            finally:
+                pulse.cancel()
+                failed.cancel()
+        except EngineFailed as error:
+            self._fail(str(error))
+            raise
+
+    def _say(self, phase: str) -> None:
+        self._phase = phase
+        log.info("%s", phase)
+
+    def _fail(self, reason: str) -> None:
+        if not self._failure:
+            self._failure = reason or "the engine failed without a reason"
+            log.error("engine failed: %s", self._failure)
+        self._failed.set()
+        if self._outbox is not None:
+            self._outbox.beat()
+
+    @property
+    def info(self) -> InstanceInfo:
+        """What the instance says of itself."""
+        limits = self._engine.limits
+        return InstanceInfo(
+            name=self._identity.name,
+            slots=limits.slots,
+            lookahead=self._identity.lookahead,
+            max_model_len=limits.max_model_len,
+            version=self._engine.version,
+            same_host_weights=self._identity.same_host_weights,
+            host_id=self._identity.host_id,
+            engine=limits.description,
+        )
+
+    @property
+    def status(self) -> InstanceStatus:
+        """What the instance is doing."""
+        running = self._answers.running
+        return InstanceStatus(
+            state=self._state(),
+            version=self._engine.version,
+            running=running,
+            waiting=self._answers.active - running,
+            engine_age_s=self._pulse.age_s,
+            message=self._failure,
+            phase=self._phase,
+            tokens_total=self._engine.tokens_total,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    def _state(self) -> InstanceState:
+        if self._failure:
+            return InstanceState.FAILED
+        if not self._ready:
+            return InstanceState.LOADING
+        if self._updates.busy:
+            return InstanceState.UPDATING
+        if self._draining:
+            return InstanceState.DRAINING
+        if self._paused:
+            return InstanceState.PAUSED
+        return InstanceState.GENERATING if self._answers.active else InstanceState.IDLE
+
+    # ---------------------------------------------------------------- fences
+
+    async def _bind(self, fence: Fence) -> None:
+        """Makes ``fence`` the holder of the instance.
+
+        Raises:
+            FenceRefused: the instance belongs to another run, or to a later life of this one.
+        """
+        async with self._binding:
+            held = self._fence
+            if held == fence:
+                return
+            if held is not None:
+                self._check_takeover(held, fence)
+            self._fence = fence
+            self._updates.forget()
+            self._answers.drop_all()
+            self._draining = False
+            if self._outbox is not None:
+                self._outbox.end(grpc.StatusCode.ABORTED, f"{fence} took over from {held}")
+            if self._ready:
+                await self._engine.forget_version()
+            if self._paused:
+                await self._engine.resume()
+                self._paused = False
+
+    def _check_takeover(self, held: Fence, fence: Fence) -> None:
+        if held.run_id == fence.run_id:
+            if fence.incarnation < held.incarnation:
+                raise FenceRefused(f"{fence} is an earlier life of {held}, which holds {self._identity.name}")
+        elif self._identity.fence is not None or self._outbox is not None:
+            raise FenceRefused(
+                f"{self._identity.name} belongs to run {held.run_id!r}; run {fence.run_id!r} must use another"
+            )
+
+    async def _bind_or_abort(self, message: pb.Fence, context: grpc.aio.ServicerContext) -> Fence:
+        try:
+            fence = codec.fence_from_proto(message)
+            await self._bind(fence)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except FenceRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        else:
+            return fence
+        raise AssertionError("context.abort returned")
+
+    # ---------------------------------------------------------------- the stream
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Takes assignments and sends answers until a side ends the stream or another Hello takes over."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(request_iterator)
+            hello = codec.hello_from_proto(first.hello)
+        except (TimeoutError, StopAsyncIteration, ValueError) as error:
+            reason = str(error) or f"no Hello within {HELLO_TIMEOUT_S} s"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+            return
+        fence = await self._bind_or_abort(first.hello.fence, context)
+        outbox = self._open(fence)
+        self._answers.progress_interval_s = hello.progress_interval_s
+        tasks = (
+            asyncio.create_task(self._read(request_iterator, outbox)),
+            asyncio.create_task(self._beat(outbox, hello.heartbeat_interval_s)),
+        )
+        try:
+            async for message in outbox.messages():
+                yield message
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self._outbox is outbox:
+                self._outbox = None
+        if outbox.ended is not None and outbox.ended[0] is not grpc.StatusCode.OK:
+            await context.abort(*outbox.ended)
+
+    def _open(self, fence: Fence) -> Outbox:
+        """A new outbox in the place of the older stream's: Welcome first, then what was not acknowledged."""
+        if self._outbox is not None:
+            self._outbox.end(grpc.StatusCode.ABORTED, "a newer Hello of the same fence took over")
+        counted = self._engine.tokens_total
+
+        def heartbeat() -> pb.GenerateResponse:
+            nonlocal counted
+            total = self._engine.tokens_total
+            status = replace(self.status, tokens_since_last=total - counted)
+            counted = total
+            return pb.GenerateResponse(heartbeat=codec.heartbeat_to_proto(fence, status))
+
+        outbox = Outbox(heartbeat)
+        self._outbox = outbox
+        outbox.post(pb.GenerateResponse(welcome=codec.info_to_proto(self.info)))
+        for generation in self._answers.unacknowledged():
+            outbox.post_answer(codec.generation_to_proto(fence, generation))
+        capacity = self._engine.limits.slots + self._identity.lookahead
+        outbox.owe(max(0, capacity - self._answers.active))
+        self._report_drained()
+        return outbox
+
+    async def _beat(self, outbox: Outbox, interval_s: float) -> None:
+        while True:
+            outbox.beat()
+            await asyncio.sleep(interval_s)
+
+    async def _read(self, requests: AsyncIterator[pb.GenerateRequest], outbox: Outbox) -> None:
+        try:
+            async for request in requests:
+                if outbox.ended is not None:
+                    return
+                await self._handle(request, outbox)
+        except ValueError as error:
+            outbox.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Exception as error:
+            log.exception("reading the stream failed")
+            outbox.end(grpc.StatusCode.INTERNAL, repr(error))
+        else:
+            outbox.end(grpc.StatusCode.OK, "the controller closed the stream")
+
+    async def _handle(self, request: pb.GenerateRequest, outbox: Outbox) -> None:
+        match request.WhichOneof("kind"):
+            case "assign":
+                self._assign(request.assign, outbox)
+            case "abort":
+                await self._answers.abort(request.abort.sample_id, request.abort.attempt)
+            case "acknowledge":
+                self._answers.acknowledge(request.acknowledge.sample_id, request.acknowledge.attempt)
+            case "credit":
+                outbox.grant(request.credit.count)
+            case kind:
+                raise ValueError(f"the stream is open and {kind or 'an unknown message'} has no place in it")
+
+    def _assign(self, message: pb.Assign, outbox: Outbox) -> None:
+        try:
+            assignment = codec.assignment_from_proto(message)
+        except ValueError as error:
+            refused = RejectReason.INVALID, str(error)
+        else:
+            refused = self._not_up() or refusal(
+                assignment, self._engine.limits, self._engine.version, draining=self._draining
+            )
+            if refused is None:
+                if not self._answers.take(assignment):
+                    outbox.owe(1)
+                return
+        self._deliver(Rejection(message.sample_id, message.attempt, *refused))
+
+    def _not_up(self) -> tuple[RejectReason, str] | None:
+        if self._failure:
+            return RejectReason.ENGINE_FAILED, self._failure
+        if not self._ready:
+            return RejectReason.WRONG_VERSION, f"the instance is still {self._phase}; wait for state IDLE"
+        return None
+
+    def _deliver(self, result: Result) -> None:
+        """Hands a result to the open stream, if there is one; answers are sent on the next one otherwise."""
+        if self._outbox is None or self._fence is None:
+            return
+        match result:
+            case Generation():
+                self._outbox.post_answer(codec.generation_to_proto(self._fence, result))
+                self._outbox.owe(1)
+            case Rejection():
+                self._outbox.post(pb.GenerateResponse(rejected=codec.rejection_to_proto(self._fence, result)))
+                self._outbox.owe(1)
+            case Progress():
+                self._outbox.post(pb.GenerateResponse(progress=codec.progress_to_proto(self._fence, result)))
+        self._report_drained()
+
+    def _report_drained(self) -> None:
+        if self._outbox is None or self._fence is None:
+            return
+        if self._draining and not self._answers.active:
+            message = pb.Drained(fence=codec.fence_to_proto(self._fence))
+            self._outbox.drained(pb.GenerateResponse(drained=message))
+
+    # ---------------------------------------------------------------- unary calls
+
+    def _reply(self) -> pb.StatusReply:
+        return codec.status_to_proto(self.status, self.info)
+
+    async def GetStatus(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
+        """Answers at once in every state."""
+        return self._reply()
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
+        """Takes nothing new; Drained follows on the stream after the last answer. Resume takes it back."""
+        await self._bind_or_abort(request.fence, context)
+        self._draining = True
+        self._report_drained()
+        return self._reply()
+
+    async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
+        """Stops sampling; returns when it has stopped."""
+        await self._bind_or_abort(request.fence, context)
+        if not self._ready or self._failure:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure or f"still {self._phase}")
+        await self._engine.pause(keep=request.keep)
+        self._paused = True
+        return self._reply()
+
+    async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
+        """Takes back Pause and Drain."""
+        await self._bind_or_abort(request.fence, context)
+        if self._paused:
+            await self._engine.resume()
+            self._paused = False
+        self._draining = False
+        return self._reply()
+
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UpdateWeightsResponse:
+        """Loads a version; the reply tells whether it is served. An update that began runs to its end, or
+        to its bound, also when the caller has gone."""
+        try:
+            manifest = codec.manifest_from_proto(request.manifest)
+        except ValueError as error:
+            return codec.report_to_proto(self._updates.refused(str(error)))
+        await self._bind_or_abort(request.manifest.fence, context)
+        if (down := self._not_up()) is not None:
+            return codec.report_to_proto(self._updates.refused(down[1]))
+        source = WeightSource(request.same_host.path, request.store.address)
+        update = asyncio.create_task(
+            self._updates.apply(
+                manifest, source, in_flight=request.keep_running, timeout_s=request.deadline_s
+            ),
+            name=f"update to {manifest.version}",
+        )
+        return codec.report_to_proto(await asyncio.shield(update))
