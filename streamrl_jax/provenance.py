@@ -26,9 +26,24 @@ from streamrl_jax.rundir import RunDir
 _GIT_TIMEOUT_S: Final = 20.0
 _HASHED_BYTES: Final = 32 * 2**30  # of one model; beyond it files are known by their beginning and size
 _HEADER_BYTES: Final = 2**20
-_KEPT_VARIABLES: Final = tuple(
-    ["CUDA_", "HF_HUB_OFFLINE", "JAX_", "LD_LIBRARY_PATH", "NCCL_", "NVIDIA_VISIBLE_DEVICES", "OMP_", "PYTHONHASHSEED", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "STREAMRL_", "TOKENIZERS_", "TPU_", "VLLM_", "XLA_"]
-)  # beginnings of names
+# Beginnings of names.
+_KEPT_VARIABLES: Final = (
+    "CUDA_",
+    "HF_HUB_OFFLINE",
+    "JAX_",
+    "LD_LIBRARY_PATH",
+    "NCCL_",
+    "NVIDIA_VISIBLE_DEVICES",
+    "OMP_",
+    "PYTHONHASHSEED",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NODELIST",
+    "STREAMRL_",
+    "TOKENIZERS_",
+    "TPU_",
+    "VLLM_",
+    "XLA_",
+)
 _SECRET_WORDS: Final = ("TOKEN_", "_TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
