@@ -28,7 +28,7 @@ class Launched(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Ends it with all its processes, in bounded time. Harmless when it has ended; nothing if not managed."""
+        """Ends it with all its processes, in bounded time; does nothing if it has ended or is not managed."""
         ...
 
 
