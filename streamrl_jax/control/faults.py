@@ -11,6 +11,10 @@ class ControlError(Exception):
     """Generation cannot go on: an instance is past its restarts, none is left, or nothing arrives."""
 
 
+class InstanceLost(Exception):
+    """An instance must be taken for dead; its work is handed out again and it is started anew."""
+
+
 class RewardError(UserError):
     """The user's reward function raised, returned no finite number, or did not return in time.
 

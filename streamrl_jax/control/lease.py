@@ -6,7 +6,7 @@ symbol     meaning                                                      bound
 silence    since the last message of any kind                           ``lease_s``
 age        since the engine (not its API process) last answered         ``lease_s``
 standstill GENERATING, or holding work of ours, without a new token     ``lease_s``
-updating   UPDATING or PAUSED without a break                           ``update_timeout_s``
+updating   UPDATING or PAUSED without a new token (what runs may end)   ``update_timeout_s``
 loading    LOADING without a break                                      ``start_timeout_s``
 ========== ===========================================================  ====================
 
@@ -89,22 +89,21 @@ class Lease:
             return f"it reports that it failed: {self._message or 'no message'}"
         if now - self._heard > bounds.lease_s:
             return f"nothing was heard for {now - self._heard:.1f} s (gen.lease_s = {bounds.lease_s:g})"
-        in_state = now - self._state_since
+        still = now - self._moved
         if self._state is InstanceState.LOADING:
-            return _over(in_state, bounds.start_timeout_s, "it was loading", "gen.start_timeout_s")
+            loading = now - self._state_since
+            return _over(loading, bounds.start_timeout_s, "it was loading", "gen.start_timeout_s")
         if self._state in _UPDATE_STATES:
-            return _over(
-                in_state, bounds.update_timeout_s, f"it was {self._state}", "bridge.update_timeout_s"
-            )
-        if self._engine_age > bounds.lease_s:
-            return (
-                f"its engine did not answer for {self._engine_age:.1f} s (gen.lease_s = {bounds.lease_s:g})"
-            )
-        if held or self._state is InstanceState.GENERATING:
-            doing = (
-                f"it made no token for its {held} samples" if held else "it made no token while generating"
-            )
-            return _over(now - self._moved, bounds.lease_s, doing, "gen.lease_s")
+            doing = f"it was {self._state} and made no token"
+            return _over(still, bounds.update_timeout_s, doing, "bridge.update_timeout_s")
+        # In other states the engine may be silent with good reason, and its age begins with this one.
+        age = min(self._engine_age, now - self._state_since)
+        if age > bounds.lease_s:
+            return _over(age, bounds.lease_s, "its engine did not answer", "gen.lease_s")
+        if held:
+            return _over(still, bounds.lease_s, f"it made no token for its {held} samples", "gen.lease_s")
+        if self._state is InstanceState.GENERATING:
+            return _over(still, bounds.lease_s, "it generated without a token", "gen.lease_s")
         return ""
 
 

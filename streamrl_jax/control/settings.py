@@ -18,7 +18,8 @@ class ControlSettings:
     progress_interval_s: float = 0.0  # 0: only finished answers are sent
     lease_s: float = 20.0  # see `control.lease`
     max_restarts: int = 5  # per instance
-    update_timeout_s: float = 300.0  # one update of one instance, the wait for running answers apart
+    update_timeout_s: float = 300.0  # one update of one instance
+    drain_timeout_s: float = 3600.0  # what runs before it, which the lease watches, may take so long
     transport: Literal["auto", "shm", "grpc"] = "auto"
     in_flight: bool = False  # updates do not wait for what runs
     reward_timeout_s: float = 30.0  # one call of the reward function

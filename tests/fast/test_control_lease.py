@@ -36,8 +36,14 @@ def test_an_answer_is_a_sign_of_life() -> None:
 
 
 def test_stopped_engine_behind_a_living_process() -> None:
-    lease = lived([(t, beat(InstanceState.IDLE, age=t)) for t in range(1, 22)])
-    assert "its engine did not answer for 21.0 s" in lease.verdict(21, held=0)
+    lease = lived([(t, beat(InstanceState.IDLE, age=t)) for t in range(1, 23)])
+    assert "its engine did not answer for 21.0 s" in lease.verdict(22, held=0)
+
+
+def test_an_engine_that_was_silent_in_an_update_gets_time_to_answer() -> None:
+    lease = lived([(float(t), beat(InstanceState.UPDATING, age=t)) for t in range(1, 60)])
+    lease.observe(beat(InstanceState.GENERATING, age=59), 59)
+    assert lease.verdict(59.5, held=2) == ""
 
 
 def test_generating_without_tokens() -> None:

@@ -1,0 +1,300 @@
+"""The controller's face to the trainer: plain calls, answered by an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+from streamrl_jax.control.events import ControlEvent, InstanceView
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.outbox import Outbox
+from streamrl_jax.control.pool import Pool
+from streamrl_jax.control.queue import HeldQueue, Place, place_with_group
+from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.control.shelf import Publication
+from streamrl_jax.control.work import Work
+from streamrl_jax.gen.launch import Launcher
+from streamrl_jax.rewards import RewardFn
+from streamrl_jax.types import Fence, Manifest, Prompt, Sample, Sampling, TokenIds, UpdateReport, WeightSource
+
+T = TypeVar("T")
+
+PROBE_PRIORITY: Final = -(2**40)
+"""Before everything that trains."""
+
+_ASK_S = 30.0  # bound on a question to the loop, which answers at once unless it is stuck
+_TICK_S = 0.5
+
+
+class Controller:
+    """Generation as the trainer sees it: jobs in, rewarded samples out, each exactly once (DESIGN rule 1).
+
+    Call order: ``start``; ``publish`` version 0 and ``wait_ready`` in either order; then for each iteration ``submit``,
+    ``samples``, ``publish``; ``close`` once, whatever happened. All calls come from the trainer's threads; none waits
+    without a bound. When anything on the loop fails, the exception is raised, with its traceback, by the call
+    that waits and by every later one.
+
+    Args:
+        settings: bounds and choices.
+        fence: this life of the run.
+        launcher: starts the instances, or knows their endpoints.
+        reward: the reward function; runs on threads of the controller.
+        decode: token ids to text, for the reward function.
+        on_event: takes what happens, on the controller's thread; must be quick.
+        token: shared secret of run and instances; empty: none.
+        place: chooses the instance of a sample.
+    """
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        fence: Fence,
+        launcher: Launcher,
+        reward: RewardFn,
+        decode: Callable[[TokenIds], str],
+        on_event: Callable[[ControlEvent], None],
+        token: str = "",
+        place: Place = place_with_group,
+    ) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._rewards = RewardWorkers(reward, decode, settings.reward_timeout_s, settings.reward_workers)
+        self._work = Work(fence, self._rewards, HeldQueue(place), settings.max_attempts, self._spawn)
+        self._pool = Pool(fence, settings, launcher, token, self._work, self._spawn, on_event)
+        self._outboxes: dict[str, Outbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._failed = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self._closed = False
+
+    # ---------------------------------------------------------------- the trainer's calls
+
+    def start(self) -> None:
+        """Starts the instances and returns at once."""
+        self._rewards.start()
+        self._thread.start()
+        self._ask(self._begin)
+
+    def wait_ready(self, timeout_s: float, at_least: int | None = None) -> None:
+        """Waits until the instances are loaded.
+
+        Args:
+            timeout_s: bound, seconds.
+            at_least: so many are enough; None: all of them.
+
+        Raises:
+            ControlError: not in time; says what each one does.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            self._check()
+            views = self.pool()
+            loaded = self._ask(self._pool.loaded)
+            if loaded >= (len(views) if at_least is None else at_least):
+                return
+            if time.monotonic() > end:
+                raise ControlError(
+                    f"{loaded} of {len(views)} instances were ready within {timeout_s:g} s: "
+                    f"{self._ask(self._pool.situation)}"
+                )
+            self._failed.wait(0.1)
+
+    def publish(
+        self, manifest: Manifest, source: WeightSource, release: Callable[[], None] = lambda: None
+    ) -> Future[list[UpdateReport]]:
+        """Brings a version to every instance, each as soon as what it runs is finished (or in flight, by setting).
+
+        Args:
+            manifest: what the version consists of.
+            source: where its bytes lie; it must last until ``release`` is called.
+            release: called once, on the controller's thread, when no instance needs the source any more: a newer version
+                is out, and nobody loads this one.
+
+        Returns:
+            One report per instance, when each has the version, or is lost (it gets the version when it is back).
+        """
+        done: Future[list[UpdateReport]] = Future()
+        publication = Publication(manifest, source, release, time.monotonic())
+        self._check()
+        self._ask(lambda: self._pool.publish(publication, done))
+        return done
+
+    def submit(self, job: Job) -> None:
+        """Queues a job. Its samples go to instances that serve ``job.min_version`` or newer, as they have room."""
+        self._check()
+        self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
+
+    def samples(self, job_id: str, timeout_s: float) -> Iterator[Sample]:
+        """Yields each of a job's samples once, in the order of arrival.
+
+        Args:
+            job_id: of a submitted job.
+            timeout_s: bound on the wait for one sample.
+
+        Raises:
+            ControlError: none came in time, or the job is unknown (or done).
+            Exception: whatever ended the run on the controller's side.
+        """
+        outbox = self._outboxes.get(job_id)
+        if outbox is None:
+            raise ControlError(f"job {job_id} was not submitted, or all its samples were taken")
+        yield from outbox.drain(timeout_s, self._taken, lambda: self._ask(self._pool.situation))
+        self._outboxes.pop(job_id, None)
+
+    def probe(self, version: int, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[str, ...]:
+        """Asks every instance that serves ``version`` to answer the same prompts, before all other work.
+
+        An update waits for them, so their tokens are of this version, unless the instance is lost meanwhile: look at
+        the versions. If it is lost for good, they are given up and ``samples`` ends early.
+
+        Args:
+            version: the one to compare.
+            prompts: what to answer.
+            sampling: as in training.
+
+        Returns:
+            One job id per instance, for ``samples``. Probes are not rewarded.
+        """
+        jobs = [
+            Job(f"probe/{version}/{name}", prompts, 1, sampling, version, version, PROBE_PRIORITY, probe=True,
+                pinned=name)
+            for name in self._ask(lambda: self._pool.serving(version))
+        ]  # fmt: skip
+        for job in jobs:
+            self.submit(job)
+        return tuple(job.job_id for job in jobs)
+
+    def pool(self) -> tuple[InstanceView, ...]:
+        """How each instance stands."""
+        return self._ask(self._pool.views)
+
+    def counters(self) -> Mapping[str, int]:
+        """Totals since the start: dispatched, finished, redispatched, restarts, and what was dropped, by kind."""
+        return self._ask(self._counters)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Entries held in memory, by kind; 0 when every job is done."""
+        return self._ask(self._work.sizes)
+
+    def close(self) -> None:
+        """Ends streams, instances (whole process groups) and threads.
+
+        Raises:
+            ControlError: something did not end within its bound.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self._settings.close_timeout_s)
+        hung = self._rewards.close(1.0)
+        if self._thread.is_alive():
+            raise ControlError(f"the controller did not end within {self._settings.close_timeout_s:g} s")
+        if hung and self._failure is None:
+            raise ControlError(f"the reward function still runs for {', '.join(hung)}")
+
+    # ---------------------------------------------------------------- on the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(self._on_loop_error)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+
+    def _begin(self) -> None:
+        for name in self._launcher.names:
+            self._pool.add(name)
+        self._spawn(self._tick(), name="tick")
+
+    def _submit(self, job: Job) -> Outbox:
+        outbox = self._work.submit(job)
+        self._pool.pump()
+        return outbox
+
+    def _counters(self) -> Mapping[str, int]:
+        counts, pool = dict(self._work.ledger.counts()), self._pool.counts()
+        counts["other_fence_dropped"] += pool["other_fence_dropped"]
+        return {**counts, "restarts": pool["restarts"]}
+
+    def _taken(self, sample: Sample) -> None:
+        self._loop.call_soon_threadsafe(self._work.delivered, sample)
+
+    async def _tick(self) -> None:
+        due = time.monotonic() + _TICK_S
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if time.monotonic() - due < _TICK_S:  # else this process itself was stopped: no call is to blame
+                self._rewards.check()
+            due = time.monotonic() + _TICK_S
+
+    async def _end(self) -> None:
+        """Ends all tasks; each instance ends its process group."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        closed = ControlError("the controller was closed")
+        self._work.fail(closed)
+        self._pool.fail(closed)
+        self._pool.shelf.clear()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = self._loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._fail(error if isinstance(error, BaseException) else ControlError(str(context["message"])))
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure is the one that everybody is told."""
+        if self._failure is None:
+            self._failure = error
+            self._work.fail(error)
+            self._pool.fail(error)
+            self._failed.set()
+
+    # ---------------------------------------------------------------- from the trainer's threads
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Runs a function on the loop and returns what it returns."""
+        if not self._thread.is_alive():
+            if self._closed:
+                return question()  # nothing runs any more: the books may be read from here
+            raise ControlError("the controller was not started")
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        try:
+            return answer.result(_ASK_S)
+        except concurrent.futures.TimeoutError:
+            raise ControlError(f"the controller's loop did not answer within {_ASK_S:g} s") from None

@@ -1,0 +1,356 @@
+"""One generation instance from the controller's side: its process, its stream, its weights, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from streamrl_jax.control.events import (
+    Activity,
+    ActivityClock,
+    ControlEvent,
+    EventKind,
+    InstanceView,
+    TokenRate,
+)
+from streamrl_jax.control.faults import ControlError, InstanceLost
+from streamrl_jax.control.lease import Lease
+from streamrl_jax.control.link import Link
+from streamrl_jax.control.queue import Room
+from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.control.shelf import Shelf
+from streamrl_jax.control.tasks import until_one_ends
+from streamrl_jax.control.updates import pick_source, push
+from streamrl_jax.control.work import Work
+from streamrl_jax.gen.client import Drained, InstanceClient, InstanceError, StreamEvent
+from streamrl_jax.gen.launch import Launched, Launcher
+from streamrl_jax.types import (
+    NO_VERSION,
+    Assignment,
+    Fence,
+    Generation,
+    Hello,
+    InstanceInfo,
+    InstanceState,
+    InstanceStatus,
+    Progress,
+    Rejection,
+    RejectReason,
+    UpdateReport,
+)
+
+_POLL_S = 1.0  # between two looks at an instance that starts
+_TICK_S = 0.5  # between two judgements of one that runs
+_LATE_S = 1.0  # a tick later than this: this process itself was stopped
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an instance shares with the others."""
+
+    fence: Fence
+    settings: ControlSettings
+    launcher: Launcher
+    token: str
+    work: Work
+    shelf: Shelf
+    pump: Callable[[], None]  # hands out work; called when an instance may have room
+    emit: Callable[[ControlEvent], None]
+    settled: Callable[[UpdateReport], None]  # an update of this instance ended, or will not come
+
+
+class Instance:
+    """Keeps one instance alive and fed.
+
+    Call order: ``run`` as a task, for as long as the run lasts; the rest at any time. One life::
+
+        start ─▶ wait until loaded ─▶ open the stream ─▶ push the current version ─▶ serve ─▶ lost
+          ▲                                                                                     │
+          └──────────── its samples are queued again, its process group is ended ◀──────────────┘
+
+    Invariant: it has a room (and so gets samples) only while it is connected and serves a version, and only samples
+    that this version may answer.
+
+    Args:
+        name: unique in the pool.
+        shared: what all instances share.
+    """
+
+    def __init__(self, name: str, shared: Surroundings) -> None:
+        self.name = name
+        self.version = NO_VERSION
+        self.loaded = False  # LOADED and connected
+        self._shared = shared
+        self._settings = shared.settings
+        self._address = ""
+        self._ever_loaded = False
+        self._restarts = 0
+        self._info: InstanceInfo | None = None
+        self._link: Link | None = None
+        self._lease = Lease(self._settings.lease, time.monotonic())
+        self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
+        self._updating = False
+        self._published = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._clock = ActivityClock(time.monotonic())
+        self._rate = TokenRate()
+        self._tokens = 0
+        self._other_fence_dropped = 0
+
+    # ---------------------------------------------------------------- what others ask and tell
+
+    def room(self) -> Room | None:
+        """What it can take now; None: nothing at all."""
+        if self._link is None or self._info is None or not self._link.connected:
+            return None
+        capacity = self._info.slots + self._info.lookahead
+        held = self._shared.work.ledger.held_count(self.name)
+        return Room(self.name, self.version, capacity, held, pinned_only=self._updating)
+
+    def assign(self, assignment: Assignment) -> None:
+        """Hands out a sample that was placed here."""
+        assert self._link is not None, "it had a room"
+        now = time.monotonic()
+        if self._shared.work.ledger.held_count(self.name) == 1:
+            self._lease.worked(now)
+        self._link.assign(assignment)
+        self._note(now)
+
+    def published(self) -> None:
+        """A newer version is on the shelf."""
+        self._published.set()
+
+    def view(self) -> InstanceView:
+        """How it stands."""
+        now = time.monotonic()
+        return InstanceView(
+            name=self.name,
+            address=self._address,
+            state=self._status.state,
+            version=self.version,
+            held=self._shared.work.ledger.held_count(self.name),
+            running=self._status.running,
+            waiting=self._status.waiting,
+            tokens_per_s=self._rate.per_s(now),
+            tokens=self._tokens,
+            restarts=self._restarts,
+            seconds=self._clock.seconds(now),
+        )
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started anew."""
+        return self._restarts
+
+    @property
+    def other_fence_dropped(self) -> int:
+        """Messages of another life that came from it."""
+        return self._other_fence_dropped + (self._link.other_fence_dropped if self._link else 0)
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self) -> str:
+        """Lives, dies and is started anew.
+
+        Returns:
+            Why it was given up; only an instance that was started elsewhere is given up.
+
+        Raises:
+            ControlError: it died once too often.
+            Exception: whatever ends the run.
+        """
+        while True:
+            launched: Launched | None = None
+            try:
+                launched = await self._shared.launcher.start(self.name)
+                await self._live(launched)
+            except InstanceLost as lost:
+                reason = f"{lost}"
+            finally:
+                self.loaded = False
+                self._note(time.monotonic())
+                if launched is not None:
+                    await launched.stop()
+            assert launched is not None
+            if (gone := self._bury(reason, launched)) is not None:
+                return gone
+
+    async def _live(self, launched: Launched) -> None:
+        self._address = launched.address
+        client = InstanceClient(launched.address, self._shared.token)
+        try:
+            await self._wait_until_loaded(client, launched)
+            link = Link(
+                self.name,
+                client,
+                Hello(
+                    self._shared.fence,
+                    self._settings.heartbeat_interval_s,
+                    self._settings.progress_interval_s,
+                ),
+                self._receive,
+                lambda: self._shared.work.again(self.name),
+                lambda: self.version,
+                lambda why: self._emit(EventKind.RECONNECTED, why),
+                self._settings.lease_s,
+            )
+            self._info = await link.open()
+            self._link, self.version = link, self._info.version
+            self._lease = Lease(self._settings.lease, time.monotonic())
+            self.loaded = self._ever_loaded = True
+            self._emit(EventKind.READY, self._info.engine)
+            self._published.set()
+            await until_one_ends(link.run(), self._keep_updated(client), self._watch(launched))
+        finally:
+            if self._link is not None:
+                await self._link.close()
+                self._other_fence_dropped = self.other_fence_dropped
+            self._link, self.version = None, NO_VERSION
+            await client.close()
+
+    async def _wait_until_loaded(self, client: InstanceClient, launched: Launched) -> None:
+        began = time.monotonic()
+        phase = "the process starts"
+        self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
+        while True:
+            self._check_process(launched)
+            try:
+                self._status, _ = await client.status(timeout_s=5 * _POLL_S)
+                phase = self._status.phase or phase
+            except InstanceError as error:
+                if not error.transient:
+                    raise InstanceLost(str(error)) from error
+            if self._status.state is InstanceState.FAILED:
+                raise InstanceLost(f"it reports that it failed: {self._status.message}")
+            if self._status.state is not InstanceState.LOADING:
+                return
+            waited = time.monotonic() - began
+            if waited > self._settings.start_timeout_s:
+                raise InstanceLost(
+                    f"it was not loaded within {self._settings.start_timeout_s:g} s (gen.start_timeout_s); "
+                    f"its last phase: {phase}"
+                )
+            self._emit(EventKind.PHASE, phase, seconds=waited)
+            await asyncio.sleep(min(_POLL_S, self._settings.heartbeat_interval_s))
+
+    def _bury(self, reason: str, launched: Launched) -> str | None:
+        """Takes its work back. Returns why it is given up, or None: it is started anew."""
+        lost = self._shared.work.lost(self.name)
+        tail = launched.log_tail()
+        self._emit(EventKind.LOST, reason)
+        if lost:
+            self._emit(EventKind.REDISPATCH, reason, count=len(lost))
+        self._shared.settled(
+            UpdateReport(self.name, False, NO_VERSION, f"lost: {reason}; it gets the version when it is back")
+        )
+        self._shared.pump()
+        # What never came up will hardly come up at the fifth try.
+        allowed = self._settings.max_restarts if self._ever_loaded else min(1, self._settings.max_restarts)
+        if self._restarts >= allowed:
+            why = f"instance {self.name} ({self._address}) was lost after {self._restarts} restarts: {reason}"
+            if launched.managed:
+                raise ControlError(f"{why}\nthe last lines of its log:\n{tail}" if tail else why)
+            return why
+        self._restarts += 1
+        self._emit(EventKind.RESTART, reason, count=self._restarts)
+        return None
+
+    # ---------------------------------------------------------------- serving
+
+    def _receive(self, event: StreamEvent) -> None:
+        work, fence, now = self._shared.work, self._shared.fence, time.monotonic()
+        match event:
+            case InstanceStatus():
+                self._status = event
+                self._lease.observe(event, now)
+                self._rate.add(event.tokens_since_last, now)
+                self._tokens += event.tokens_since_last
+                self.version = max(self.version, event.version)
+            case Generation():
+                self._lease.heard(now)
+                work.finished(fence, event, self.name)
+                if self._link is not None:
+                    self._link.acknowledge(event.sample_id, event.attempt)
+            case Progress():
+                self._lease.heard(now)
+                work.progress(fence, event, self.name)
+            case Rejection(reason=RejectReason.ENGINE_FAILED):
+                raise InstanceLost(f"its engine failed: {event.message}")
+            case Rejection():
+                work.rejected(fence, event, self.name)
+            case Drained():
+                pass  # asked for by nobody yet
+            case _:
+                return
+        self._note(now)
+        self._changed.set()
+        self._shared.pump()
+
+    async def _watch(self, launched: Launched) -> None:
+        due = time.monotonic() + _TICK_S
+        while True:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            if now - due > _LATE_S:
+                self._lease.forgive(now - due)
+            due = now + min(_TICK_S, self._settings.lease_s / 4)
+            self._check_process(launched)
+            if reason := self._lease.verdict(now, self._shared.work.ledger.held_count(self.name)):
+                raise InstanceLost(reason)
+
+    def _check_process(self, launched: Launched) -> None:
+        if (ended := launched.ended()) is not None:
+            raise InstanceLost(f"its process ended ({ended})")
+
+    async def _keep_updated(self, client: InstanceClient) -> None:
+        """Loads the newest version whenever it serves an older one."""
+        while True:
+            await self._published.wait()
+            self._published.clear()
+            while self._shared.shelf.version > self.version:
+                await self._update(client)
+
+    async def _update(self, client: InstanceClient) -> None:
+        shared = self._shared
+        self._updating = not self._settings.in_flight
+        try:
+            while shared.work.probes(self.name, self.version):
+                self._changed.clear()
+                await self._changed.wait()
+            publication = shared.shelf.borrow()
+            assert publication is not None, "its version is newer than that of the instance"
+            assert self._info is not None, "it is connected"
+            self._note(time.monotonic())
+            try:
+                source = pick_source(publication.source, self._info, self._settings.transport)
+                report = await push(self.name, client, publication.manifest, source, self._settings)
+            finally:
+                for version in shared.shelf.give_back(publication):
+                    self._emit(EventKind.RELEASED, version=version)
+        finally:
+            self._updating = False
+            self._note(time.monotonic())
+        self.version = max(self.version, report.version)
+        seconds = time.monotonic() - publication.published_s
+        self._emit(EventKind.UPDATED, version=report.version, seconds=seconds)
+        shared.settled(report)
+        shared.pump()
+
+    # ---------------------------------------------------------------- accounts
+
+    def _note(self, now: float) -> None:
+        """Books the time up to now."""
+        held = self._shared.work.ledger.held_count(self.name)
+        if not self.loaded:
+            activity = Activity.DOWN
+        elif held:
+            activity = Activity.BUSY
+        else:
+            activity = Activity.UPDATING if self._updating else Activity.IDLE
+        self._clock.switch(activity, now)
+
+    def _emit(self, kind: EventKind, text: str = "", *, version: int = NO_VERSION, count: int = 0,
+              seconds: float = 0.0) -> None:  # fmt: skip
+        self._shared.emit(ControlEvent(kind, self.name, text, version, count, seconds))

@@ -1,0 +1,111 @@
+"""Bringing one version to one instance: from where, and what its answer means."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Literal
+
+import grpc
+
+from streamrl_jax.control.faults import ControlError, InstanceLost
+from streamrl_jax.control.link import user_error
+from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.errors import UserError
+from streamrl_jax.gen.client import InstanceClient, InstanceError
+from streamrl_jax.gen.host import host_id
+from streamrl_jax.types import InstanceInfo, InstanceState, Manifest, UpdateReport, WeightSource
+
+_AGAIN_S = 0.5  # after a connection broke during an update
+
+
+def pick_source(
+    source: WeightSource, info: InstanceInfo, transport: Literal["auto", "shm", "grpc"]
+) -> WeightSource:
+    """Chooses how an instance gets the bytes.
+
+    Args:
+        source: where they lie.
+        info: says whether the instance shares this host's memory.
+        transport: ``bridge.transport``.
+
+    Returns:
+        A source with either a path or an address.
+
+    Raises:
+        UserError: the way that is left does not exist.
+    """
+    same_host = info.same_host_weights and info.host_id == host_id()
+    if transport == "shm" or (transport == "auto" and same_host and source.path):
+        if not same_host:
+            raise UserError(
+                f"bridge.transport = 'shm', but instance {info.name} does not share this host's memory "
+                "(another host, or another mount of /dev/shm); set bridge.transport to 'auto' or 'grpc'"
+            )
+        return WeightSource(path=source.path)
+    if not source.address:
+        raise UserError(
+            f"instance {info.name} takes weights over gRPC (bridge.transport = {transport!r}), but no weight store "
+            "is open; set bridge.listen"
+        )
+    return WeightSource(address=source.address)
+
+
+async def push(
+    name: str,
+    client: InstanceClient,
+    manifest: Manifest,
+    source: WeightSource,
+    settings: ControlSettings,
+) -> UpdateReport:
+    """Loads a version into an instance. The instance stages it while what runs goes on.
+
+    Args:
+        name: of the instance.
+        client: its calls.
+        manifest: what the version consists of.
+        source: from `pick_source`.
+        settings: bounds.
+
+    Returns:
+        The report of an accepted update.
+
+    Raises:
+        ControlError: the instance refused the version; names every fault. A version that does not match its digests
+            always stops the run.
+        InstanceLost: the instance must be started anew.
+        UserError: another run holds the instance.
+    """
+    end = time.monotonic() + settings.drain_timeout_s + settings.update_timeout_s
+    while True:
+        try:
+            report = await client.update(
+                manifest, source, in_flight=settings.in_flight, timeout_s=max(0.1, end - time.monotonic())
+            )
+            break
+        except InstanceError as error:
+            if refused := user_error(name, error):
+                raise refused from error
+            # A broken connection: the same request again is harmless. The lease ends this when the instance is dead.
+            if error.code is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                raise InstanceLost(f"its update to version {manifest.version} failed: {error}") from error
+            await asyncio.sleep(_AGAIN_S)
+    if report.accepted:
+        return replace(report, instance=name)
+    what = f"update to version {manifest.version}: {report.reason}"
+    if report.quarantined:
+        raise InstanceLost(f"it was quarantined by a failed {what}")
+    if await _failed(client):
+        raise InstanceLost(f"its engine failed in its {what}")
+    raise ControlError(
+        f"instance {name} refused version {manifest.version} and goes on serving {report.version}: {report.reason}"
+    )
+
+
+async def _failed(client: InstanceClient) -> bool:
+    try:
+        status, _ = await client.status()
+    except InstanceError:
+        return True  # no answer any more
+    return status.state is InstanceState.FAILED

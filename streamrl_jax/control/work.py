@@ -1,0 +1,236 @@
+"""The open jobs: what waits, what runs, and what goes out to the trainer. Lives on the controller's loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.jobs import Job, Member, members, sampling_of
+from streamrl_jax.control.ledger import Ledger, Verdict
+from streamrl_jax.control.outbox import Outbox
+from streamrl_jax.control.partials import extend, resumable
+from streamrl_jax.control.queue import HeldQueue, Room, Waiting
+from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.errors import UserError
+from streamrl_jax.types import (
+    Assignment,
+    Fence,
+    FinishReason,
+    Generation,
+    Partial,
+    Progress,
+    Rejection,
+    RejectReason,
+    Sample,
+)
+
+_REFUSED_FOR_GOOD = frozenset(
+    {RejectReason.TOO_LONG, RejectReason.SAMPLING_NOT_ALLOWED, RejectReason.INVALID}
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Open:
+    """A sample that the trainer has not got yet."""
+
+    job: Job
+    member: Member
+
+
+class Work:
+    """Moves every sample from its job to the trainer, and back into the queue when its instance is lost.
+
+    Call order: ``submit`` a job; ``take`` fills the instances; for each message of theirs ``finished``, ``progress``
+    or ``rejected``; ``lost`` when one dies; ``delivered`` when the trainer has taken a sample.
+
+    Args:
+        fence: this life of the run.
+        rewards: computes rewards.
+        queue: holds what is not handed out.
+        max_attempts: bound on the attempts of one sample.
+        spawn: runs a coroutine on the loop; its exception ends the run.
+    """
+
+    def __init__(
+        self,
+        fence: Fence,
+        rewards: RewardWorkers,
+        queue: HeldQueue,
+        max_attempts: int,
+        spawn: Callable[..., object],
+    ) -> None:
+        self.ledger = Ledger(fence)
+        self.queue = queue
+        self._fence = fence
+        self._rewards = rewards
+        self._max_attempts = max_attempts
+        self._spawn = spawn
+        self._open: dict[str, _Open] = {}
+        self._outboxes: dict[str, Outbox] = {}
+        self._partials: dict[str, Partial] = {}
+
+    def submit(self, job: Job) -> Outbox:
+        """Queues a job's samples; returns where they will come out."""
+        found = members(job)
+        self.ledger.open(job.job_id, [member.sample_id for member in found])
+        self._outboxes[job.job_id] = Outbox(job.job_id, job.size)
+        for member in found:
+            self._open[member.sample_id] = _Open(job, member)
+            self.queue.push(_waiting(job, member))
+        return self._outboxes[job.job_id]
+
+    def take(self, rooms: Sequence[Room]) -> list[tuple[str, Assignment]]:
+        """Hands out what the instances have room for.
+
+        Args:
+            rooms: the instances that can be given work.
+
+        Returns:
+            (instance, assignment) pairs, to be sent in this order.
+        """
+        return [
+            (placed.instance, self._assignment(placed.waiting.sample_id, placed.instance))
+            for placed in self.queue.take(rooms)
+        ]
+
+    def again(self, instance: str) -> list[Assignment]:
+        """What an instance holds, with the same attempt numbers, to be sent once more over a new stream."""
+        return [self._make(sample_id) for sample_id in self.ledger.held(instance)]
+
+    def finished(self, fence: Fence, generation: Generation, instance: str) -> Verdict:
+        """Takes an answer. Accepted once, its reward is computed and it goes to the trainer."""
+        if generation.finish_reason is FinishReason.ABORT:
+            return self._take_back(fence, generation.sample_id, generation.attempt, instance, "was cut off")
+        verdict = self.ledger.accept(fence, generation.sample_id, generation.attempt, instance)
+        if verdict is Verdict.ACCEPTED:
+            self._partials.pop(generation.sample_id, None)
+            name = f"reward {generation.sample_id}"
+            self._spawn(self._complete(generation, time.monotonic()), name=name)
+        return verdict
+
+    def progress(self, fence: Fence, progress: Progress, instance: str) -> Verdict:
+        """Keeps the beginning of an answer."""
+        verdict = self.ledger.judge(fence, progress.sample_id, progress.attempt, instance)
+        if verdict is not Verdict.ACCEPTED:
+            self.ledger.drop(verdict)
+        elif (known := extend(self._partials.get(progress.sample_id), progress)) is not None:
+            self._partials[progress.sample_id] = known
+        return verdict
+
+    def rejected(self, fence: Fence, rejection: Rejection, instance: str) -> Verdict:
+        """Queues a refused sample again.
+
+        Raises:
+            UserError: no instance would ever take it.
+        """
+        if rejection.reason in _REFUSED_FOR_GOOD:
+            raise UserError(
+                f"instance {instance} refuses sample {rejection.sample_id or '(unnamed)'} "
+                f"({rejection.reason}): {rejection.message}"
+            )
+        what = f"was refused ({rejection.reason}: {rejection.message})"
+        return self._take_back(fence, rejection.sample_id, rejection.attempt, instance, what)
+
+    def lost(self, instance: str) -> list[str]:
+        """Queues what a lost instance held, before everything else; returns the ids."""
+        lost = self.ledger.requeue_instance(instance)
+        for sample_id in lost:
+            self._push_again(sample_id, f"was lost with instance {instance}")
+        return lost
+
+    def gone(self, instance: str) -> None:
+        """Gives up what only this instance could have answered: it will not come back."""
+        for waiting in self.queue.drop_pinned(instance):
+            job_id = self._open.pop(waiting.sample_id).job.job_id
+            outbox = self._outboxes[job_id]
+            if self.ledger.cancel(waiting.sample_id):
+                del self._outboxes[job_id]
+            outbox.cancel()
+
+    def delivered(self, sample: Sample) -> None:
+        """Notes that the trainer has a sample; a job that is complete is forgotten."""
+        job_id = self._open.pop(sample.sample_id).job.job_id
+        if self.ledger.deliver(sample.sample_id):
+            del self._outboxes[job_id]
+
+    def fail(self, error: BaseException) -> None:
+        """Raises the error in whoever waits for a sample."""
+        for outbox in self._outboxes.values():
+            outbox.fail(error)
+
+    def probes(self, instance: str, version: int) -> int:
+        """Probes of ``version`` that the instance has still to answer."""
+        held = sum(self._open[sample_id].job.probe for sample_id in self.ledger.held(instance))
+        return held + self.queue.pinned(instance, version)
+
+    def sizes(self) -> dict[str, int]:
+        """Entries held in memory, by kind; all 0 when every job is done."""
+        return {
+            "open": len(self._open),
+            "waiting": len(self.queue),
+            "jobs": len(self._outboxes),
+            "partials": len(self._partials),
+        }
+
+    def _assignment(self, sample_id: str, instance: str) -> Assignment:
+        self.ledger.dispatch(sample_id, instance)
+        return self._make(sample_id)
+
+    def _make(self, sample_id: str) -> Assignment:
+        job, member = self._open[sample_id].job, self._open[sample_id].member
+        attempt = self.ledger.attempt(sample_id)
+        resumed = resumable(self._partials.get(sample_id), job.sampling)
+        return Assignment(
+            sample_id=sample_id,
+            attempt=attempt,
+            prompt_ids=job.prompts[member.position].token_ids,
+            sampling=sampling_of(job, sample_id, attempt if resumed else 0),
+            priority=job.priority,
+            min_version=job.min_version,
+            resumed=resumed,
+            probe=job.probe,
+        )
+
+    def _take_back(self, fence: Fence, sample_id: str, attempt: int, instance: str, why: str) -> Verdict:
+        verdict = self.ledger.judge(fence, sample_id, attempt, instance)
+        if verdict is Verdict.ACCEPTED:
+            self.ledger.requeue(sample_id)
+            self._push_again(sample_id, why)
+        else:
+            self.ledger.drop(verdict)
+        return verdict
+
+    def _push_again(self, sample_id: str, why: str) -> None:
+        attempt = self.ledger.attempt(sample_id)
+        if attempt >= self._max_attempts:
+            raise ControlError(f"sample {sample_id} {why}, at its attempt number {attempt}, the last one allowed")
+        opened = self._open[sample_id]
+        self.queue.push(_waiting(opened.job, opened.member), front=True)
+
+    async def _complete(self, generation: Generation, arrived_s: float) -> None:
+        opened = self._open[generation.sample_id]
+        job, prompt = opened.job, opened.job.prompts[opened.member.position]
+        reward, extras = 0.0, {}
+        if not job.probe:
+            result = await self._rewards.reward(prompt, generation)
+            reward, extras = result.score, result.extras
+        self.ledger.rewarded(generation.sample_id)
+        sample = Sample(
+            sample_id=generation.sample_id,
+            iteration=job.iteration,
+            prompt=prompt,
+            group_index=opened.member.index,
+            generation=generation,
+            reward=reward,
+            reward_extras=extras,
+            arrived_s=arrived_s,
+            rewarded_s=time.monotonic(),
+        )
+        self._outboxes[job.job_id].put(sample)
+
+
+def _waiting(job: Job, member: Member) -> Waiting:
+    order = (job.priority, job.iteration, member.position, member.index)
+    return Waiting(member.sample_id, member.group, job.min_version, order, job.pinned)

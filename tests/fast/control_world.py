@@ -1,0 +1,255 @@
+"""Generation instances for the controller's tests: real services over real gRPC, with a counting engine inside.
+
+They run on a loop of their own, as processes of their own would, and can be killed, hung, cut off and restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.events import ControlEvent, EventKind
+from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.gen import net
+from streamrl_jax.gen.host import host_id
+from streamrl_jax.gen.protocol import EngineFailed
+from streamrl_jax.gen.service import GenerationService, Identity
+from streamrl_jax.proto import streamrl_pb2_grpc as rpc
+from streamrl_jax.rewards import RewardFn, RewardResult
+from streamrl_jax.types import (
+    NO_VERSION,
+    Fence,
+    Generation,
+    Manifest,
+    Prompt,
+    Sampling,
+    TokenIds,
+    WeightSource,
+    expand_runs,
+)
+from tests.fakes import FakeEngine, FaultyStream, fake_logprob, fake_token
+
+T = TypeVar("T")
+FENCE = Fence("run", 0)
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=32, stop_token_ids=(0,), seed=5)
+
+SETTINGS = ControlSettings(
+    start_timeout_s=5,
+    heartbeat_interval_s=0.05,
+    lease_s=1.0,
+    max_restarts=3,
+    update_timeout_s=5,
+    drain_timeout_s=5,
+    reward_timeout_s=5,
+    close_timeout_s=10,
+)
+
+
+def prompts(count: int, first: int = 0) -> list[Prompt]:
+    """Prompts whose answers differ."""
+    return [Prompt(str(row), np.asarray([1, row], np.int32), {}) for row in range(first, first + count)]
+
+
+def job(
+    iteration: int, count: int = 8, n: int = 4, min_version: int | None = None, **rest: Any
+) -> Job:
+    """A training job of ``count * n`` samples."""
+    least = iteration if min_version is None else min_version
+    return Job(f"train/{iteration}", prompts(count, 100 * iteration), n, SAMPLING, iteration, least, **rest)
+
+
+def manifest(version: int, fence: Fence = FENCE) -> Manifest:
+    """A version without tensors: the engine counts and needs none."""
+    return Manifest(fence, version, (), 0, bytes(32), "Tiny")
+
+
+def source(version: int) -> WeightSource:
+    """Where it would lie."""
+    return WeightSource(path=f"/dev/shm/streamrl-test-v{version}.bin")
+
+
+def reward_by_length(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+    """Easy to check."""
+    return RewardResult(float(len(answer.token_ids)), {"words": float(len(text.split()))})
+
+
+def decode(ids: TokenIds) -> str:
+    """The ids as words."""
+    return " ".join(map(str, ids))
+
+
+def check_answer(sample_prompt: Prompt, answer: Generation) -> None:
+    """The answer is the one that the counting engine gives to this prompt."""
+    ids = [fake_token(sample_prompt.token_ids, index) for index in range(len(answer.token_ids))]
+    assert answer.token_ids.tolist() == ids
+    np.testing.assert_allclose(answer.logprobs, [fake_logprob(token) for token in ids], rtol=1e-6)
+    assert len(expand_runs(answer.versions)) == len(ids)
+
+
+@dataclass(eq=False)
+class Process:
+    """One life of an instance. What the controller sees of it is what it sees of a real process."""
+
+    world: World
+    name: str
+    engine: FakeEngine
+    faults: FaultyStream
+    server: grpc.aio.Server
+    address: str
+    managed: bool
+    running: asyncio.Task[None]
+    exit_code: int | None = None
+    stopped: bool = False
+
+    def ended(self) -> str | None:
+        return None if self.exit_code is None else f"exit code {self.exit_code}"
+
+    def log_tail(self) -> str:
+        return f"{self.name}: the last line of the log"
+
+    async def stop(self) -> None:
+        await asyncio.wrap_future(self.world.submit(self.end()))
+
+    async def end(self, exit_code: int | None = 0) -> None:
+        """Nothing is answered any more."""
+        self.stopped = True
+        self.exit_code = exit_code if self.exit_code is None else self.exit_code
+        self.running.cancel()
+        await self.server.stop(0)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.world.call(self.end(-9))
+
+    def hang(self) -> None:
+        """The engine stops; the process around it goes on."""
+        self.world.loop.call_soon_threadsafe(self.engine.hang)
+
+    def crash(self, reason: str) -> None:
+        """The engine dies; the process around it reports so."""
+        self.world.loop.call_soon_threadsafe(self.engine.crash, reason)
+
+
+@dataclass(eq=False)
+class World:
+    """Starts instances when the controller asks for them. Keeps the contract of ``Launcher``.
+
+    ``engine`` and ``faults`` make the insides of the ``life``-th life (0, 1, ...) of an instance.
+    """
+
+    names: tuple[str, ...]
+    engine: Callable[[str, int], FakeEngine] = lambda name, life: FakeEngine()
+    faults: Callable[[str, int], dict[str, Any]] = lambda name, life: {}
+    managed: bool = True
+    token: str = ""
+    lives: dict[str, list[Process]] = field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.loop.run_forever, name="world")
+        self.thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.submit(coroutine).result(10)
+
+    async def start(self, name: str) -> Process:
+        lives = self.lives.setdefault(name, [])
+        if lives and not self.managed:
+            return lives[-1]
+        lives.append(await asyncio.wrap_future(self.submit(self.launch(name, len(lives)))))
+        return lives[-1]
+
+    async def launch(self, name: str, life: int, address: str = "127.0.0.1:0") -> Process:
+        """Starts a process; also by hand, for an endpoint."""
+        engine = self.engine(name, life)
+        service = GenerationService(engine, Identity(name, 2, host_id()))
+        faults = FaultyStream(service, **self.faults(name, life))
+        server = net.make_server(self.token)
+        rpc.add_StreamGenerationServicer_to_server(faults, server)
+        bound = net.bind(server, address, insecure=False, token=self.token)
+        await server.start()
+
+        async def run() -> None:
+            try:
+                await service.run()
+            except EngineFailed:
+                await asyncio.sleep(0.2)  # a moment in which the status tells why
+                await process.end(1)
+
+        running = asyncio.create_task(run())
+        process = Process(self, name, engine, faults, server, bound, self.managed, running)
+        return process
+
+    def now(self, name: str) -> Process:
+        """The present life."""
+        return self.lives[name][-1]
+
+    def close(self) -> None:
+        for lives in self.lives.values():
+            for process in lives:
+                self.call(process.end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+
+
+@dataclass(eq=False)
+class Run:
+    """A controller, its instances and what it told."""
+
+    world: World
+    controller: Controller
+    events: list[ControlEvent]
+
+    def seen(self, kind: EventKind, instance: str = "") -> list[ControlEvent]:
+        return [e for e in list(self.events) if e.kind is kind and instance in ("", e.instance)]
+
+    def wait_for(self, what: Callable[[], object], timeout_s: float = 5.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < end, f"{what} did not come true; {self.events[-5:]}"
+            time.sleep(0.01)
+
+    def publish(self, version: int, **rest: Any) -> Any:
+        return self.controller.publish(manifest(version), source(version), **rest)
+
+
+@contextmanager
+def running(
+    world: World,
+    settings: ControlSettings = SETTINGS,
+    reward: RewardFn = reward_by_length,
+    version: int | None = 0,
+    fence: Fence = FENCE,
+    token: str = "",
+) -> Iterator[Run]:
+    """A started controller with ``version`` on all instances; everything is ended afterwards."""
+    events: list[ControlEvent] = []
+    controller = Controller(settings, fence, world, reward, decode, events.append, token)
+    run = Run(world, controller, events)
+    try:
+        controller.start()
+        if version is not None:
+            controller.wait_ready(10)
+            if version != NO_VERSION:
+                run.publish(version).result(10)
+        yield run
+    finally:
+        try:
+            controller.close()
+        finally:
+            world.close()

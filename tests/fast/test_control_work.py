@@ -1,0 +1,217 @@
+"""What lies between queue and trainer: partial answers, the way out, rewards, and their faults."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl_jax.control.faults import ControlError, RewardError
+from streamrl_jax.control.outbox import Outbox
+from streamrl_jax.control.partials import extend, resumable
+from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.rewards import RewardFn, RewardResult
+from streamrl_jax.types import (
+    FinishReason,
+    Generation,
+    Partial,
+    Progress,
+    Prompt,
+    Sample,
+    Sampling,
+    VersionRun,
+    expand_runs,
+    group_runs,
+)
+
+PROMPT = Prompt("17", np.asarray([1], np.int32), {"answer": "4"})
+
+
+def generation(sample_id: str = "train/3/17/0") -> Generation:
+    return Generation(
+        sample_id, 0, np.asarray([52, 50], np.int32), np.zeros(2, np.float32), (VersionRun(0, 2),),
+        FinishReason.STOP, "a",
+    )  # fmt: skip
+
+
+def sample(name: str) -> Sample:
+    return Sample(name, 3, PROMPT, 0, generation(name), 1.0)
+
+
+def decode(ids: np.ndarray) -> str:
+    return "".join(map(chr, ids))
+
+
+# ---------------------------------------------------------------- partial answers
+
+
+@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 6), st.data())
+def test_progress_in_any_pieces_gives_a_prefix(offsets: list[int], width: int, data: st.DataObject) -> None:
+    """Pieces may overlap, repeat or leave a gap: what is known is always a true beginning of the answer."""
+    answer, versions = np.arange(100, 118, dtype=np.int32), [index // 5 for index in range(18)]
+    known: Partial | None = None
+    reached = 0
+    for offset in offsets:
+        end = offset + width
+        piece = Progress(
+            "s", 0, offset, answer[offset:end], -answer[offset:end].astype(np.float32) / 100,
+            group_runs(versions[offset:end]),
+        )  # fmt: skip
+        known = extend(known, piece)
+        reached = max(reached, end) if offset <= reached else reached
+    assert (0 if known is None else len(known.token_ids)) == reached
+    if known is not None:
+        np.testing.assert_array_equal(known.token_ids, answer[:reached])
+        np.testing.assert_array_equal(known.logprobs, -answer[:reached].astype(np.float32) / 100)
+        assert list(expand_runs(known.versions)) == versions[:reached]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "forced", "kept"),
+    [
+        ([5, 6, 7], 10, None, [5, 6, 7]),
+        ([5, 6, 7], 3, None, [5, 6]),  # complete by length: its Finished was lost
+        ([5, 6, 9], 10, None, [5, 6]),  # complete by its stop token 9
+        ([9], 10, None, None),
+        ([5], 1, None, None),
+        ([5, 9, 7], 10, 8, [5, 9, 7]),  # recorded lengths ignore stops
+    ],
+)
+def test_resumable(tokens: list[int], limit: int, forced: int | None, kept: list[int] | None) -> None:
+    known = Partial(
+        np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), (VersionRun(2, len(tokens)),)
+    )
+    left = resumable(known, Sampling(1.0, limit, (9,), forced_length=forced, evaluation=forced is not None))
+    assert (None if left is None else left.token_ids.tolist()) == kept
+    if left is not None:
+        assert sum(run.length for run in left.versions) == len(left.token_ids) == len(left.logprobs)
+
+
+# ---------------------------------------------------------------- the way out
+
+
+def test_outbox_gives_each_sample_once_over_several_calls() -> None:
+    outbox = Outbox("train/3", 4)
+    taken: list[str] = []
+    for name in "abcd":
+        outbox.put(sample(name))
+    first = outbox.drain(1.0, lambda s: taken.append(s.sample_id), str)
+    assert next(first).sample_id == "a"
+    first.close()
+    rest = [s.sample_id for s in outbox.drain(1.0, lambda s: taken.append(s.sample_id), str)]
+    assert rest == ["b", "c", "d"]
+    assert taken == ["a", "b", "c", "d"]
+    assert list(outbox.drain(1.0, lambda _: None, str)) == []
+
+
+def test_outbox_silence_names_what_is_missing() -> None:
+    outbox = Outbox("train/3", 2)
+    outbox.put(sample("a"))
+    stream = outbox.drain(0.05, lambda _: None, lambda: "instance-0 is loading")
+    next(stream)
+    with pytest.raises(ControlError, match=r"no sample of train/3 arrived .* 1 of 2 are here. instance-0 is"):
+        next(stream)
+
+
+def test_outbox_failure_reaches_every_call() -> None:
+    outbox = Outbox("train/3", 2)
+    outbox.put(sample("a"))
+    outbox.fail(ValueError("boom"))
+    stream = outbox.drain(1.0, lambda _: None, str)
+    assert next(stream).sample_id == "a"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom"):
+            next(outbox.drain(1.0, lambda _: None, str))
+
+
+def test_outbox_ends_short_of_what_was_cancelled() -> None:
+    outbox = Outbox("probe/1/a", 2)
+    outbox.cancel()
+    outbox.put(sample("a"))
+    assert len(list(outbox.drain(1.0, lambda _: None, str))) == 1
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def run_rewards(
+    function: RewardFn, scenario: Callable[[RewardWorkers], Awaitable[object]], timeout_s: float = 5.0
+) -> object:
+    workers = RewardWorkers(function, decode, timeout_s, workers=2)
+
+    async def main() -> object:
+        workers.start()
+        return await scenario(workers)
+
+    try:
+        return asyncio.run(main())
+    finally:
+        workers.close(1.0)
+
+
+def test_reward_gets_prompt_text_and_generation() -> None:
+    def score(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        return RewardResult(float(text.startswith(prompt.columns["answer"])), {"length": len(answer.token_ids)})
+
+    result = run_rewards(score, lambda workers: workers.reward(PROMPT, generation()))
+    assert result == RewardResult(1.0, {"length": 2})
+
+
+def test_calls_run_beside_each_other_and_beside_the_loop() -> None:
+    barrier = threading.Barrier(2, timeout=5)
+
+    def meet(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        barrier.wait()
+        return RewardResult(0.0, {})
+
+    async def both(workers: RewardWorkers) -> object:
+        return await asyncio.gather(*(workers.reward(PROMPT, generation()) for _ in range(2)))
+
+    assert len(run_rewards(meet, both)) == 2  # pyright: ignore[reportArgumentType]
+
+
+def test_reward_that_raises_names_sample_prompt_answer_and_line() -> None:
+    def broken(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        raise KeyError("ground_truth")
+
+    with pytest.raises(RewardError) as caught:
+        run_rewards(broken, lambda workers: workers.reward(PROMPT, generation()))
+    message = str(caught.value)
+    for part in (
+        "reward function raised KeyError", "train/3/17/0", "prompt 17", "'42'", "in broken", "ground_truth",
+    ):  # fmt: skip
+        assert part in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_reward_that_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(RewardError, match=r"returned (nan|inf|-inf) for sample train/3/17/0"):
+        run_rewards(lambda *_: RewardResult(value, {}), lambda workers: workers.reward(PROMPT, generation()))
+
+
+def test_reward_that_hangs_is_named_and_does_not_keep_anything_waiting() -> None:
+    release = threading.Event()
+
+    def hang(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        release.wait(30)
+        return RewardResult(0.0, {})
+
+    async def watch(workers: RewardWorkers) -> object:
+        task = asyncio.create_task(workers.reward(PROMPT, generation()))
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            workers.check()
+        return task
+
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"did not return within 0.2 s \(reward.timeout_s\) for sample train/3/17/0"):
+        run_rewards(hang, watch, timeout_s=0.2)
+    assert time.monotonic() - began < 4
+    release.set()
