@@ -1,6 +1,7 @@
 # `make` lists the targets. Each of them first prepares .venv (scripts/env.sh), which takes no time when it is there.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help env demo smollm test test-fast test-engine lint format types proto docs clean
 
 BIN := .venv/bin

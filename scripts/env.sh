@@ -86,12 +86,12 @@ explain_failure() {
     fail "$1 The whole log: $LOG"
 }
 
+# Whatever the first try died of (unknown version, a constraint file, a mirror without it), the second says more.
 install_torch() {
     local pin
     pin=$(grep '^torch==' "$LOCK_FILE")
     with_progress "torch" pip_install --only-binary :all: "$pin" && return
-    grep -qE 'No matching distribution|Could not find a version' "$LOG" || explain_failure "pip could not install $pin."
-    say "pip as configured does not know $pin; taking it from PyTorch's CPU wheel index"
+    say "pip as configured does not give $pin; taking it from PyTorch's CPU wheel index"
     with_progress "torch" pip_install --only-binary :all: -i "$TORCH_CPU_INDEX" "$pin" ||
         explain_failure "$pin is neither where pip is configured to look nor at $TORCH_CPU_INDEX: check the network."
 }
