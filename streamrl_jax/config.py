@@ -179,6 +179,8 @@ class ActorSection(Section):
     """Lower clip of the ratio: 1 - this."""
     clip_ratio_high: float = Field(default=0.2, gt=0.0)
     """Upper clip of the ratio: 1 + this."""
+    clip_ratio_c: float = Field(default=3.0, gt=1.0)
+    """Dual clip: with a negative advantage the loss of a token is at most this times the advantage's size."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
     """Aggregation over the tokens of the global (mini-)batch, never per micro-batch."""
     entropy_coeff: float = 0.0

@@ -1,0 +1,266 @@
+"""Packs answers into the few row shapes that the training step is compiled for. NumPy only.
+
+Several prompt-and-answer sequences lie end to end in a row, told apart by `segment_ids`. A micro-batch
+leaves as soon as it is full, while other answers are still being generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from streamrl_jax.config import Config
+from streamrl_jax.errors import UserError
+from streamrl_jax.train.aggregate import AggregationMode, Size, token_weight
+from streamrl_jax.train.answer import Answer
+
+_ROW_MULTIPLE = 64
+_TAIL_SHARE = 4  # the last micro-batch of an iteration may use a shape of a quarter of the rows
+
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Generic[A]):
+    """The arrays of a micro-batch, [rows, len] each; a JAX pytree (registered in `state.py`)."""
+
+    tokens: A  # int32
+    positions: A  # int32, within the segment, from 0
+    segment_ids: A  # int32, from 1; 0 is padding
+    response_mask: A  # bool: tokens that the policy wrote and is trained on
+    behaviour_logprobs: A  # float32
+    rewards: A  # float32, the score at the answer's last token, else 0
+    advantages: A  # float32, the group's, at answer tokens
+    weights: A  # float32, `aggregate.token_weight` at answer tokens, else 0
+
+
+HostRows = Rows[np.ndarray]
+
+
+def empty_rows(rows: int, length: int) -> HostRows:
+    """Nothing but padding."""
+    integers = dict.fromkeys(("tokens", "positions", "segment_ids"), np.int32)
+    dtypes = integers | {"response_mask": np.bool_}
+    return Rows(**{f.name: np.zeros((rows, length), dtypes.get(f.name, np.float32)) for f in fields(Rows)})
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where an answer lies: row and column of its prompt's first token."""
+
+    answer: Answer
+    row: int
+    start: int
+
+    @property
+    def response(self) -> tuple[int, slice]:
+        """Index of the answer's tokens in an array [rows, len]."""
+        first = self.start + len(self.answer.prompt_ids)
+        return self.row, slice(first, self.start + len(self.answer))
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Packed rows, and which answer lies where."""
+
+    rows: HostRows
+    placements: tuple[Placement, ...]
+
+    @property
+    def size(self) -> Size:
+        """Tokens and sequences that are trained on."""
+        return Size(sum(len(p.answer.response_ids) for p in self.placements), len(self.placements))
+
+    @property
+    def used(self) -> int:
+        """Tokens of prompts and answers."""
+        return sum(len(p.answer) for p in self.placements)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.rows.tokens.size
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The shapes that the step is compiled for.
+
+    Attributes:
+        row_len: Tokens of a row.
+        rows: Row counts, ascending; the last is the full micro-batch, smaller ones serve what is left at the
+            end.
+    """
+
+    row_len: int
+    rows: tuple[int, ...]
+
+    @property
+    def full(self) -> int:
+        """Rows of a full micro-batch."""
+        return self.rows[-1]
+
+    def fitting(self, rows: int) -> int:
+        """The smallest compiled row count that holds so many."""
+        return next(count for count in self.rows if count >= rows)
+
+
+def plan_shape(
+    *,
+    longest: int,
+    samples: int,
+    budget_per_shard: int,
+    shards: int,
+    row_len: int = 0,
+) -> BatchShape:
+    """Chooses the row shapes.
+
+    Args:
+        longest: Tokens of the longest sample that the limits allow.
+        samples: Samples of an iteration; no shape is larger than what they can need.
+        budget_per_shard: Tokens of a micro-batch per data-parallel rank, `actor.ppo_max_token_len_per_gpu`.
+        shards: Data-parallel ranks (data x fsdp), over which the rows are split evenly.
+        row_len: Tokens of a row; 0: `longest`, rounded up to 64.
+
+    Returns:
+        Full micro-batches of as many rows as the budget allows, and a shape of a quarter of that for the
+        rest.
+
+    Raises:
+        UserError: A row is shorter than the longest sample, or longer than the budget.
+    """
+    row_len = row_len or -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    if row_len < longest:
+        raise UserError(
+            f"trainer.pack_row_length = {row_len} is under the longest prompt and answer, {longest} tokens, "
+            "so that a long sample would fit no row; raise it, or set it to 0"
+        )
+    if budget_per_shard < row_len:
+        raise UserError(
+            f"actor.ppo_max_token_len_per_gpu = {budget_per_shard} is less than a row of {row_len} tokens; "
+            f"raise it to {row_len} or more, or lower data.max_prompt_length, data.max_response_length or "
+            "trainer.pack_row_length"
+        )
+    needed = -(-samples // (row_len // longest))
+    per_shard = min(budget_per_shard // row_len, -(-needed // shards))
+    tail = -(-per_shard // _TAIL_SHARE)
+    return BatchShape(row_len, tuple(sorted({tail * shards, per_shard * shards})))
+
+
+def plan_rl_shape(cfg: Config, shards: int) -> BatchShape:
+    """`plan_shape` of a run's training iterations."""
+    return plan_shape(
+        longest=cfg.longest_sample,
+        samples=cfg.samples_per_iteration,
+        budget_per_shard=cfg.actor.ppo_max_token_len_per_gpu,
+        shards=shards,
+        row_len=cfg.trainer.pack_row_length,
+    )
+
+
+class MicroBatcher:
+    """Puts each answer into the fullest row that has room for it, and hands out a micro-batch when it is
+    full.
+
+    Call order: `add` for each answer, then `flush` for what is left.
+
+    Invariant: each answer added is in exactly one micro-batch returned, whole.
+    """
+
+    def __init__(self, shape: BatchShape, mode: AggregationMode, *, pack: bool = True) -> None:
+        """Starts empty.
+
+        Args:
+            shape: Row length and row counts.
+            mode: `actor.loss_agg_mode`, which sets the tokens' weights.
+            pack: Whether a row may hold several answers.
+        """
+        self._shape = shape
+        self._mode: AggregationMode = mode
+        self._pack = pack
+        self._shortest = shape.row_len
+        self._clear()
+
+    def add(self, answer: Answer) -> list[MicroBatch]:
+        """Takes an answer.
+
+        Returns:
+            The micro-batches that this made full: none, one, or two.
+
+        Raises:
+            ValueError: The answer is longer than a row.
+        """
+        if len(answer) > self._shape.row_len:
+            raise ValueError(
+                f"sample {answer.name}: {len(answer.prompt_ids)} prompt and {len(answer.response_ids)} "
+                f"answer tokens do not fit a row of {self._shape.row_len}"
+            )
+        self._shortest = min(self._shortest, len(answer))
+        full: list[MicroBatch] = []
+        row = self._row_for(len(answer))
+        if row is None:
+            full.extend(self.flush())
+            row = 0
+        self._rows[row].append(answer)
+        self._room[row] = self._room[row] - len(answer) if self._pack else 0
+        # Nothing as short as any answer so far would fit: do not wait for one that does not.
+        if max(self._room) < self._shortest:
+            full.extend(self.flush())
+        return full
+
+    def flush(self) -> list[MicroBatch]:
+        """Hands out what is held, in the smallest shape that holds it: one micro-batch, or none."""
+        filled = [row for row in self._rows if row]
+        self._clear()
+        if not filled:
+            return []
+        return [_pack_rows(filled, self._shape.fitting(len(filled)), self._shape.row_len, self._mode)]
+
+    def _row_for(self, length: int) -> int | None:
+        fits = [row for row, room in enumerate(self._room) if room >= length]
+        return min(fits, key=lambda row: self._room[row]) if fits else None
+
+    def _clear(self) -> None:
+        self._rows: list[list[Answer]] = [[] for _ in range(self._shape.full)]
+        self._room = [self._shape.row_len] * self._shape.full
+
+
+def pack_all(
+    answers: Sequence[Answer], shape: BatchShape, mode: AggregationMode, *, pack: bool = True
+) -> list[MicroBatch]:
+    """Packs answers that are all there, the longest first, which leaves the least padding."""
+    batcher = MicroBatcher(shape, mode, pack=pack)
+    batches: list[MicroBatch] = []
+    for answer in sorted(answers, key=len, reverse=True):
+        batches.extend(batcher.add(answer))
+    return batches + batcher.flush()
+
+
+def _pack_rows(filled: list[list[Answer]], rows: int, length: int, mode: AggregationMode) -> MicroBatch:
+    arrays = empty_rows(rows, length)
+    placements: list[Placement] = []
+    for row, answers in enumerate(filled):
+        start = 0
+        for segment, answer in enumerate(answers, start=1):
+            placement = Placement(answer, row, start)
+            _write(arrays, placement, segment, mode)
+            placements.append(placement)
+            start += len(answer)
+    return MicroBatch(arrays, tuple(placements))
+
+
+def _write(arrays: HostRows, placement: Placement, segment: int, mode: AggregationMode) -> None:
+    answer, response = placement.answer, placement.response
+    whole = placement.row, slice(placement.start, placement.start + len(answer))
+    arrays.tokens[whole] = np.concatenate([answer.prompt_ids, answer.response_ids])
+    arrays.positions[whole] = np.arange(len(answer))
+    arrays.segment_ids[whole] = segment
+    arrays.response_mask[response] = True
+    arrays.behaviour_logprobs[response] = answer.logprobs
+    arrays.rewards[placement.row, response[1].stop - 1] = answer.reward
+    arrays.advantages[response] = answer.advantage
+    arrays.weights[response] = token_weight(mode, len(answer.response_ids))

@@ -1,0 +1,58 @@
+"""Answers to one prompt wait for each other where their advantage is relative to the group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from streamrl_jax.train.advantage import GroupAdvantage
+from streamrl_jax.train.answer import Answer
+
+
+class Groups:
+    """Collects the `n` answers to each prompt of an iteration and gives them their advantages.
+
+    Invariant: what a group's answers get does not depend on the order in which they came.
+    """
+
+    def __init__(self, n: int, advantage: GroupAdvantage) -> None:
+        """Starts empty.
+
+        Args:
+            n: Answers per prompt.
+            advantage: Scores of a group, ordered by sample id -> advantages.
+        """
+        self._n = n
+        self._advantage = advantage
+        self._waiting: dict[str, list[Answer]] = {}
+
+    def add(self, answer: Answer) -> list[Answer]:
+        """Takes an answer.
+
+        Returns:
+            The whole group with its advantages if this was the last one, else nothing.
+
+        Raises:
+            ValueError: The advantage function gave a wrong shape.
+        """
+        group = self._waiting.setdefault(answer.prompt_id, [])
+        group.append(answer)
+        if len(group) < self._n:
+            return []
+        del self._waiting[answer.prompt_id]
+        group.sort(key=attrgetter("name"))
+        advantages = np.asarray(self._advantage(np.array([answer.reward for answer in group], np.float64)))
+        if advantages.shape != (self._n,):
+            raise ValueError(
+                f"the advantage function gave shape {advantages.shape} for a group of {self._n} scores; "
+                "one number each is needed"
+            )
+        return [
+            replace(answer, advantage=float(value)) for answer, value in zip(group, advantages, strict=True)
+        ]
+
+    def incomplete(self) -> dict[str, int]:
+        """Prompts whose group is not complete, and how many of their answers are there."""
+        return {prompt_id: len(group) for prompt_id, group in self._waiting.items()}

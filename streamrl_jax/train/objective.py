@@ -1,0 +1,198 @@
+"""What actor and critic minimise, as pure functions of parameters and one micro-batch. `step.py` compiles
+them.
+
+All losses here are *sums* over the micro-batch's tokens; the division by the global denominator is
+`Steps.apply`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from streamrl_jax.config import Config
+from streamrl_jax.train.advantage import Whitening, gae
+from streamrl_jax.train.aggregate import masked_sum
+from streamrl_jax.train.logprob import shift_values, token_logprobs
+from streamrl_jax.train.loss import PolicyInputs, PolicyLoss, clipped_value_loss, kl_estimate
+from streamrl_jax.train.models import Model, Params
+from streamrl_jax.train.moments import Moments, moments
+from streamrl_jax.train.state import DeviceRows
+
+jax.tree_util.register_dataclass(Whitening)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch with what an update needs to know of it beforehand, [rows, len] each.
+
+    Attributes:
+        rows: The micro-batch.
+        reference_logprobs: The frozen reference's; None if it is not used.
+        advantages: Before whitening.
+        values: The critic's at the start of the iteration; None without one, as `returns`.
+        returns: What the values are fitted to.
+    """
+
+    rows: DeviceRows
+    reference_logprobs: Float[Array, "rows len"] | None
+    advantages: Float[Array, "rows len"]
+    values: Float[Array, "rows len"] | None = None
+    returns: Float[Array, "rows len"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tally:
+    """What one micro-batch adds to the metrics; keys are the metrics' names.
+
+    Attributes:
+        weighted: Sums with the tokens' weights; the denominator is that of the loss.
+        means: Moments over kept tokens of what is reported as its mean.
+        spreads: Moments over kept tokens of what is reported as mean, highest and lowest.
+    """
+
+    weighted: dict[str, Float[Array, ""]]
+    means: dict[str, Moments]
+    spreads: dict[str, Moments]
+
+
+def policy_logprobs(
+    model: Model,
+    params: Params,
+    rows: DeviceRows,
+    *,
+    temperature: float,
+    chunk: int,
+    vocab_limit: int | None,
+) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
+    """`token_logprobs` of packed rows: log-probs of the tokens and entropies."""
+    hidden = model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)
+    return token_logprobs(
+        hidden,
+        model.head_weight(params),
+        rows.tokens,
+        rows.segment_ids,
+        temperature=temperature,
+        chunk=chunk,
+        vocab_limit=vocab_limit,
+    )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Actor, critic and settings, bound together. Holds no array.
+
+    Attributes:
+        actor: The policy's model, and the reference's.
+        critic: The value model, if there is one.
+        cfg: The run's configuration.
+        loss: The policy loss.
+        vocab_limit: Number of real token ids, if the vocabulary is padded.
+    """
+
+    actor: Model
+    critic: Model | None
+    cfg: Config
+    loss: PolicyLoss
+    vocab_limit: int | None
+
+    def logprobs(
+        self, params: Params, rows: DeviceRows
+    ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
+        """Log-probs of the tokens and entropies, at the sampling temperature."""
+        return policy_logprobs(
+            self.actor,
+            params,
+            rows,
+            temperature=self.cfg.rollout.temperature,
+            chunk=self.cfg.model.logprob_chunk,
+            vocab_limit=self.vocab_limit,
+        )
+
+    def values(self, params: Params, rows: DeviceRows) -> Float[Array, "rows len"]:
+        """V_t: the critic's estimate in the state in which token t was chosen."""
+        assert self.critic is not None
+        output = self.critic.values(params, rows.tokens, rows.positions, rows.segment_ids)
+        return shift_values(output, rows.segment_ids)
+
+    def estimate(
+        self,
+        rows: DeviceRows,
+        reference_logprobs: Float[Array, "rows len"] | None,
+        values: Float[Array, "rows len"] | None,
+    ) -> tuple[Prepared, Tally]:
+        """Advantages, from the values if there is a critic, else those that the group gave."""
+        rewards, means = self._token_rewards(rows, reference_logprobs)
+        if values is None:
+            return Prepared(rows, reference_logprobs, rows.advantages), Tally({}, means, {})
+        settings = self.cfg.algorithm
+        values = jax.lax.stop_gradient(values)
+        advantages, returns = gae(
+            rewards, values, rows.response_mask, rows.segment_ids, gamma=settings.gamma, lam=settings.lam
+        )
+        mask = rows.response_mask
+        spreads = {
+            "critic/advantages_raw": moments(advantages, mask),
+            "critic/values": moments(values, mask),
+            "critic/returns": moments(returns, mask),
+            "critic/value_errors": moments(returns - values, mask),
+        }
+        return Prepared(rows, reference_logprobs, advantages, values, returns), Tally({}, means, spreads)
+
+    def value_loss(
+        self, values: Float[Array, "rows len"], prepared: Prepared
+    ) -> tuple[Float[Array, ""], Tally]:
+        """The critic's summed loss: the clipped value loss, each kept token with weight 1."""
+        assert prepared.values is not None and prepared.returns is not None
+        clip = self.cfg.critic.cliprange_value
+        loss, clipped = clipped_value_loss(values, prepared.values, prepared.returns, clip=clip)
+        mask = prepared.rows.response_mask
+        means = {"critic/vf_loss": moments(loss, mask), "critic/vf_clipfrac": moments(clipped, mask)}
+        return masked_sum(loss, mask), Tally({}, means, {})
+
+    def policy_loss(
+        self, params: Params, prepared: Prepared, whitening: Whitening
+    ) -> tuple[Float[Array, ""], tuple[Tally, Float[Array, "rows len"]]]:
+        """The actor's summed loss: policy loss - entropy_coeff * entropy (+ kl_loss_coef * KL), weighted per
+        token.
+
+        Returns:
+            The sum, and with it the metrics (not scaled by the coefficients) and the current log-probs.
+        """
+        rows, settings = prepared.rows, self.cfg.actor
+        logp, entropy = self.logprobs(params, rows)
+        advantages = (prepared.advantages - whitening.mean) * whitening.scale
+        inputs = PolicyInputs(logp, rows.behaviour_logprobs, advantages, rows.response_mask, rows.segment_ids)
+        loss, statistics = self.loss(inputs, settings)
+
+        def weighted(values: Array) -> Array:
+            return masked_sum(values, rows.response_mask, rows.weights)
+
+        sums = {"actor/pg_loss": weighted(loss), "actor/entropy": weighted(entropy)}
+        total = sums["actor/pg_loss"] - settings.entropy_coeff * sums["actor/entropy"]
+        if settings.use_kl_loss:
+            assert prepared.reference_logprobs is not None
+            kl = kl_estimate(logp, prepared.reference_logprobs, settings.kl_loss_type)
+            sums["actor/kl_loss"] = weighted(kl)
+            total += settings.kl_loss_coef * sums["actor/kl_loss"]
+        means = {f"actor/{name}": moments(values, rows.response_mask) for name, values in statistics.items()}
+        spreads = {"critic/advantages": moments(advantages, rows.response_mask)}
+        return total, (Tally(sums, means, spreads), logp)
+
+    def _token_rewards(
+        self, rows: DeviceRows, reference_logprobs: Float[Array, "rows len"] | None
+    ) -> tuple[Float[Array, "rows len"], dict[str, Moments]]:
+        """r_t = score at the last token - kl_coef * KL_t of the behaviour policy (arXiv 2203.02155)."""
+        settings = self.cfg.algorithm
+        if not settings.use_kl_in_reward:
+            return rows.rewards, {}
+        assert reference_logprobs is not None
+        kl = kl_estimate(rows.behaviour_logprobs, reference_logprobs, settings.kl_penalty)
+        mask = rows.response_mask
+        rewards = rows.rewards - settings.kl_coef * jnp.where(mask, kl, 0.0)
+        return rewards, {"actor/reward_kl_penalty": moments(kl, mask)}

@@ -1,0 +1,97 @@
+"""Turns the tallies of an iteration into named metrics: sums over all micro-batches, divided once. Host,
+double precision.
+
+Names are verl's where it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from streamrl_jax.train.aggregate import AggregationMode, Size, denominator
+from streamrl_jax.train.answer import Answer
+from streamrl_jax.train.batcher import MicroBatch
+from streamrl_jax.train.moments import Moments, merge
+from streamrl_jax.train.objective import Tally
+
+# In these the means of several updates are reported; of anything else (rates) the last.
+_AVERAGED = ("grad_norm",)
+
+
+def loss_metrics(tallies: Sequence[Tally], mode: AggregationMode, passes: Size) -> dict[str, float]:
+    """Losses, entropy, KL, clip shares, and the spread of advantages, values and returns.
+
+    Args:
+        tallies: On the host, of every pass over every micro-batch.
+        mode: `actor.loss_agg_mode`.
+        passes: What the actor's passes cover: the iteration's size times its epochs.
+    """
+    metrics: defaultdict[str, float] = defaultdict(float)
+    for tally in tallies:
+        for name, total in tally.weighted.items():
+            metrics[name] += float(total) / denominator(mode, passes)
+    metrics |= {name: float(mean.mean) for name, mean in _merged(t.means for t in tallies).items()}
+    spreads = _merged(t.spreads for t in tallies)
+    for name in ("critic/advantages", "critic/returns", "critic/values"):
+        if name in spreads:
+            metrics[f"{name}/mean"] = float(spreads[name].mean)
+            metrics[f"{name}/max"] = float(spreads[name].high)
+            metrics[f"{name}/min"] = float(spreads[name].low)
+    if "critic/returns" in spreads and spreads["critic/returns"].variance > 0:
+        unexplained = spreads["critic/value_errors"].variance / spreads["critic/returns"].variance
+        metrics["critic/vf_explained_var"] = 1.0 - unexplained
+    return dict(metrics)
+
+
+def answer_metrics(answers: Sequence[Answer], reward_kl: float) -> dict[str, float]:
+    """Scores and lengths.
+
+    Args:
+        answers: All of an iteration, each once.
+        reward_kl: What the KL took from the rewards of an answer, on average.
+    """
+    scores = np.array([answer.reward for answer in answers])
+    lengths = np.array([len(answer.response_ids) for answer in answers])
+    return {
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "critic/rewards/mean": float(scores.mean()) - reward_kl,
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float(np.mean([answer.truncated for answer in answers])),
+        "prompt_length/mean": float(np.mean([len(answer.prompt_ids) for answer in answers])),
+    }
+
+
+def update_metrics(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Norms (their mean), rates (the last) and refusals (their number) of an iteration's updates."""
+    metrics = {name: float(value) for name, value in reports[-1].items()}
+    for name in metrics:
+        if name.endswith(_AVERAGED):
+            metrics[name] = math.fsum(float(report[name]) for report in reports) / len(reports)
+    metrics["training/update_refused"] = sum(float(report["training/update_refused"]) for report in reports)
+    return metrics
+
+
+def packing_metrics(batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """How many micro-batches there were, and which share of their tokens was padding."""
+    used, capacity = sum(b.used for b in batches), sum(b.capacity for b in batches)
+    return {
+        "training/micro_batches": float(len(batches)),
+        "training/tokens": float(used),
+        "training/padding_share": 1.0 - used / capacity,
+    }
+
+
+def _merged(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
+    collected: defaultdict[str, list[Moments]] = defaultdict(list)
+    for part in parts:
+        for name, value in part.items():
+            collected[name].append(value)
+    return {name: merge(values) for name, values in collected.items()}
