@@ -36,10 +36,10 @@ _TICK_S = 0.5
 class Controller:
     """Generation as the trainer sees it: jobs in, rewarded samples out, each exactly once (DESIGN rule 1).
 
-    Call order: ``start``; ``publish`` version 0 and ``wait_ready`` in either order; then for each iteration ``submit``,
-    ``samples``, ``publish``; ``close`` once, whatever happened. All calls come from the trainer's threads; none waits
-    without a bound. When anything on the loop fails, the exception is raised, with its traceback, by the call
-    that waits and by every later one.
+    Call order: ``start``; ``publish`` version 0 and ``wait_ready`` in either order; then for each iteration
+    ``submit``, ``samples``, ``publish``; ``close`` once, whatever happened. All calls come from the
+    trainer's threads; none waits without a bound. When anything on the loop fails, the exception is raised,
+    with its traceback, by the call that waits and by every later one.
 
     Args:
         settings: bounds and choices.
@@ -111,16 +111,19 @@ class Controller:
     def publish(
         self, manifest: Manifest, source: WeightSource, release: Callable[[], None] = lambda: None
     ) -> Future[list[UpdateReport]]:
-        """Brings a version to every instance, each as soon as what it runs is finished (or in flight, by setting).
+        """Brings a version to every instance, each as soon as what it runs is finished (or in flight, by
+        setting).
 
         Args:
             manifest: what the version consists of.
             source: where its bytes lie; it must last until ``release`` is called.
-            release: called once, on the controller's thread, when no instance needs the source any more: a newer version
+            release: called once, on the controller's thread, when no instance needs the source any more: a
+            newer version
                 is out, and nobody loads this one.
 
         Returns:
-            One report per instance, when each has the version, or is lost (it gets the version when it is back).
+            One report per instance, when each has the version, or is lost (it gets the version when it is
+            back).
         """
         done: Future[list[UpdateReport]] = Future()
         publication = Publication(manifest, source, release, time.monotonic())
@@ -129,7 +132,8 @@ class Controller:
         return done
 
     def submit(self, job: Job) -> None:
-        """Queues a job. Its samples go to instances that serve ``job.min_version`` or newer, as they have room."""
+        """Queues a job. Its samples go to instances that serve ``job.min_version`` or newer, as they have
+        room."""
         self._check()
         self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
 
@@ -153,8 +157,8 @@ class Controller:
     def probe(self, version: int, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[str, ...]:
         """Asks every instance that serves ``version`` to answer the same prompts, before all other work.
 
-        An update waits for them, so their tokens are of this version, unless the instance is lost meanwhile: look at
-        the versions. If it is lost for good, they are given up and ``samples`` ends early.
+        An update waits for them, so their tokens are of this version, unless the instance is lost meanwhile:
+        look at the versions. If it is lost for good, they are given up and ``samples`` ends early.
 
         Args:
             version: the one to compare.
@@ -173,12 +177,18 @@ class Controller:
             self.submit(job)
         return tuple(job.job_id for job in jobs)
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the run from another thread of the trainer (the publisher's, say): every wait raises
+        ``error``."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
     def pool(self) -> tuple[InstanceView, ...]:
         """How each instance stands."""
         return self._ask(self._pool.views)
 
     def counters(self) -> Mapping[str, int]:
-        """Totals since the start: dispatched, finished, redispatched, restarts, and what was dropped, by kind."""
+        """Totals since the start: dispatched, finished, redispatched, restarts, and what was dropped, by
+        kind."""
         return self._ask(self._counters)
 
     def sizes(self) -> Mapping[str, int]:

@@ -17,13 +17,14 @@ from streamrl_jax.control.events import (
 )
 from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.lease import Lease
-from streamrl_jax.control.link import Link
+from streamrl_jax.control.link import Link, user_error
 from streamrl_jax.control.queue import Room
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Shelf
 from streamrl_jax.control.tasks import until_one_ends
 from streamrl_jax.control.updates import pick_source, push
 from streamrl_jax.control.work import Work
+from streamrl_jax.errors import UserError
 from streamrl_jax.gen.client import Drained, InstanceClient, InstanceError, StreamEvent
 from streamrl_jax.gen.launch import Launched, Launcher
 from streamrl_jax.types import (
@@ -70,8 +71,8 @@ class Instance:
           ▲                                                                                     │
           └──────────── its samples are queued again, its process group is ended ◀──────────────┘
 
-    Invariant: it has a room (and so gets samples) only while it is connected and serves a version, and only samples
-    that this version may answer.
+    Invariant: it has a room (and so gets samples) only while it is connected and serves a version, and only
+    samples that this version may answer.
 
     Args:
         name: unique in the pool.
@@ -162,20 +163,33 @@ class Instance:
             Exception: whatever ends the run.
         """
         while True:
-            launched: Launched | None = None
-            try:
-                launched = await self._shared.launcher.start(self.name)
-                await self._live(launched)
-            except InstanceLost as lost:
-                reason = f"{lost}"
-            finally:
-                self.loaded = False
-                self._note(time.monotonic())
-                if launched is not None:
-                    await launched.stop()
-            assert launched is not None
+            launched, reason = await self._one_life()
             if (gone := self._bury(reason, launched)) is not None:
                 return gone
+
+    async def _one_life(self) -> tuple[Launched | None, str]:
+        launched: Launched | None = None
+        try:
+            launched = await self._launch()
+            await self._live(launched)
+        except InstanceLost as lost:
+            return launched, str(lost)
+        finally:
+            self.loaded = False
+            self._note(time.monotonic())
+            if launched is not None:
+                await launched.stop()
+        raise AssertionError("a life ends with its loss")
+
+    async def _launch(self) -> Launched:
+        try:
+            return await self._shared.launcher.start(self.name)
+        except UserError as error:
+            if not self._ever_loaded:
+                raise
+            raise InstanceLost(
+                str(error)
+            ) from error  # it worked before: one of the restarts that are allowed
 
     async def _live(self, launched: Launched) -> None:
         self._address = launched.address
@@ -221,7 +235,7 @@ class Instance:
                 phase = self._status.phase or phase
             except InstanceError as error:
                 if not error.transient:
-                    raise InstanceLost(str(error)) from error
+                    raise user_error(self.name, error) or InstanceLost(str(error)) from error
             if self._status.state is InstanceState.FAILED:
                 raise InstanceLost(f"it reports that it failed: {self._status.message}")
             if self._status.state is not InstanceState.LOADING:
@@ -235,10 +249,9 @@ class Instance:
             self._emit(EventKind.PHASE, phase, seconds=waited)
             await asyncio.sleep(min(_POLL_S, self._settings.heartbeat_interval_s))
 
-    def _bury(self, reason: str, launched: Launched) -> str | None:
+    def _bury(self, reason: str, launched: Launched | None) -> str | None:
         """Takes its work back. Returns why it is given up, or None: it is started anew."""
         lost = self._shared.work.lost(self.name)
-        tail = launched.log_tail()
         self._emit(EventKind.LOST, reason)
         if lost:
             self._emit(EventKind.REDISPATCH, reason, count=len(lost))
@@ -250,9 +263,10 @@ class Instance:
         allowed = self._settings.max_restarts if self._ever_loaded else min(1, self._settings.max_restarts)
         if self._restarts >= allowed:
             why = f"instance {self.name} ({self._address}) was lost after {self._restarts} restarts: {reason}"
-            if launched.managed:
-                raise ControlError(f"{why}\nthe last lines of its log:\n{tail}" if tail else why)
-            return why
+            if launched is not None and not launched.managed:
+                return why
+            tail = launched.log_tail() if launched else ""
+            raise ControlError(f"{why}\nthe last lines of its log:\n{tail}" if tail else why)
         self._restarts += 1
         self._emit(EventKind.RESTART, reason, count=self._restarts)
         return None

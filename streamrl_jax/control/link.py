@@ -23,19 +23,20 @@ _BAD_MESSAGE = frozenset({grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INVALID_ARG
 
 
 def user_error(name: str, error: InstanceError) -> UserError | None:
-    """The error for the user when an instance refuses this run itself: another holds it, or the token differs."""
+    """The error for the user when an instance refuses this run itself: another holds it, or the token
+    differs."""
     return UserError(f"instance {name}: {error}") if error.code in _NOT_OURS else None
 
 
 class Link:
     """Sends and receives over whatever stream is open now.
 
-    Call order: ``open`` once, then ``run`` as a task; ``assign`` and ``acknowledge`` at any time (they only queue);
-    ``close`` once.
+    Call order: ``open`` once, then ``run`` as a task; ``assign`` and ``acknowledge`` at any time (they only
+    queue); ``close`` once.
 
-    Invariant: after a break everything that the instance owes is asked for again under the same attempt numbers,
-    which the instance takes once; what was not acknowledged it sends again. So nothing is lost, and what comes twice
-    is dropped by the ledger.
+    Invariant: after a break everything that the instance owes is asked for again under the same attempt
+    numbers, which the instance takes once; what was not acknowledged it sends again. So nothing is lost, and
+    what comes twice is dropped by the ledger.
 
     Args:
         name: of the instance, for messages.
@@ -135,8 +136,8 @@ class Link:
                     raise refused from error
                 if time.monotonic() + wait_s > end:
                     raise InstanceLost(
-                        f"its stream broke ({broken}) and could not be opened again within {self._patience_s:g} s: "
-                        f"{error}"
+                        f"its stream broke ({broken}) and could not be opened again within "
+                        f"{self._patience_s:g} s: {error}"
                     ) from error
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LAST_WAIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.types import Sample
@@ -15,8 +15,8 @@ _CANCELLED = object()
 class Outbox:
     """Finished samples of one job in the order of their arrival.
 
-    ``put``, ``cancel`` and ``fail`` are called on the loop, ``drain`` on the trainer's thread. Its length is bounded
-    by the job's.
+    ``put``, ``cancel`` and ``fail`` are called on the loop, ``drain`` on the trainer's thread. Its length is
+    bounded by the job's.
 
     Args:
         job_id: named in errors.
@@ -43,7 +43,7 @@ class Outbox:
 
     def drain(
         self, timeout_s: float, taken: Callable[[Sample], None], situation: Callable[[], str]
-    ) -> Iterator[Sample]:
+    ) -> Generator[Sample]:
         """Yields each sample once; a second call goes on where the first was left.
 
         Args:

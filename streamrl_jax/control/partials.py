@@ -15,8 +15,8 @@ def extend(known: Partial | None, progress: Progress) -> Partial | None:
         progress: of the same attempt.
 
     Returns:
-        The longer beginning. What overlaps is not doubled; after a gap the old one is returned, since the tokens
-        between are missing.
+        The longer beginning. What overlaps is not doubled; after a gap the old one is returned, since the
+        tokens between are missing.
     """
     have = 0 if known is None else len(known.token_ids)
     skip = have - progress.offset

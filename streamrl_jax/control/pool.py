@@ -29,8 +29,8 @@ class _Rollout:
 class Pool:
     """The instances of a run. Lives on the controller's loop.
 
-    Call order: ``add`` each instance (also later, while the others work), ``pump`` after anything that may give work
-    to someone, ``publish`` for each version.
+    Call order: ``add`` each instance (also later, while the others work), ``pump`` after anything that may
+    give work to someone, ``publish`` for each version.
 
     Args:
         fence: this life of the run.
@@ -83,7 +83,8 @@ class Pool:
 
         Args:
             publication: the version.
-            done: gets one report per instance; one that is lost meanwhile reports so, and gets the version (or a
+            done: gets one report per instance; one that is lost meanwhile reports so, and gets the version
+            (or a
                 newer one) before its first sample.
         """
         for version in self.shelf.put(publication):
@@ -143,7 +144,8 @@ class Pool:
             raise ControlError("no instance is left: " + "; ".join(self._gone.values()))
 
     def _settled(self, report: UpdateReport) -> None:
-        """An instance serves ``report.version``, or was lost: whatever waited for that, or for less, is answered."""
+        """An instance serves ``report.version``, or was lost: whatever waited for that, or for less, is
+        answered."""
         for rollout in list(self._rollouts):
             if report.instance not in rollout.waiting:
                 continue

@@ -46,8 +46,8 @@ def pick_source(
         return WeightSource(path=source.path)
     if not source.address:
         raise UserError(
-            f"instance {info.name} takes weights over gRPC (bridge.transport = {transport!r}), but no weight store "
-            "is open; set bridge.listen"
+            f"instance {info.name} takes weights over gRPC (bridge.transport = {transport!r}), but no weight "
+            "store is open; set bridge.listen"
         )
     return WeightSource(address=source.address)
 
@@ -72,7 +72,8 @@ async def push(
         The report of an accepted update.
 
     Raises:
-        ControlError: the instance refused the version; names every fault. A version that does not match its digests
+        ControlError: the instance refused the version; names every fault. A version that does not match its
+        digests
             always stops the run.
         InstanceLost: the instance must be started anew.
         UserError: another run holds the instance.
@@ -87,7 +88,7 @@ async def push(
         except InstanceError as error:
             if refused := user_error(name, error):
                 raise refused from error
-            # A broken connection: the same request again is harmless. The lease ends this when the instance is dead.
+            # A broken connection: the same request again is harmless. The lease ends this for the dead.
             if error.code is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
                 raise InstanceLost(f"its update to version {manifest.version} failed: {error}") from error
             await asyncio.sleep(_AGAIN_S)
@@ -99,7 +100,8 @@ async def push(
     if await _failed(client):
         raise InstanceLost(f"its engine failed in its {what}")
     raise ControlError(
-        f"instance {name} refused version {manifest.version} and goes on serving {report.version}: {report.reason}"
+        f"instance {name} refused version {manifest.version} and goes on serving {report.version}: "
+        f"{report.reason}"
     )
 
 

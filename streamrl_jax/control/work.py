@@ -42,8 +42,8 @@ class _Open:
 class Work:
     """Moves every sample from its job to the trainer, and back into the queue when its instance is lost.
 
-    Call order: ``submit`` a job; ``take`` fills the instances; for each message of theirs ``finished``, ``progress``
-    or ``rejected``; ``lost`` when one dies; ``delivered`` when the trainer has taken a sample.
+    Call order: ``submit`` a job; ``take`` fills the instances; for each message of theirs ``finished``,
+    ``progress`` or ``rejected``; ``lost`` when one dies; ``delivered`` when the trainer has taken a sample.
 
     Args:
         fence: this life of the run.
@@ -205,7 +205,9 @@ class Work:
     def _push_again(self, sample_id: str, why: str) -> None:
         attempt = self.ledger.attempt(sample_id)
         if attempt >= self._max_attempts:
-            raise ControlError(f"sample {sample_id} {why}, at its attempt number {attempt}, the last one allowed")
+            raise ControlError(
+                f"sample {sample_id} {why}, at its attempt number {attempt}, the last one allowed"
+            )
         opened = self._open[sample_id]
         self.queue.push(_waiting(opened.job, opened.member), front=True)
 

@@ -1,6 +1,8 @@
-"""Generation instances for the controller's tests: real services over real gRPC, with a counting engine inside.
+"""Generation instances for the controller's tests: real services over real gRPC, with a counting engine
+inside.
 
-They run on a loop of their own, as processes of their own would, and can be killed, hung, cut off and restarted.
+They run on a loop of their own, as processes of their own would, and can be killed, hung, cut off and
+restarted.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+from streamrl_jax.rewards import RewardFn, RewardResult
 
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
@@ -26,7 +28,6 @@ from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.protocol import EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
-from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import (
     NO_VERSION,
     Fence,
@@ -61,9 +62,7 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
     return [Prompt(str(row), np.asarray([1, row], np.int32), {}) for row in range(first, first + count)]
 
 
-def job(
-    iteration: int, count: int = 8, n: int = 4, min_version: int | None = None, **rest: Any
-) -> Job:
+def job(iteration: int, count: int = 8, n: int = 4, min_version: int | None = None, **rest: Any) -> Job:
     """A training job of ``count * n`` samples."""
     least = iteration if min_version is None else min_version
     return Job(f"train/{iteration}", prompts(count, 100 * iteration), n, SAMPLING, iteration, least, **rest)
@@ -119,7 +118,8 @@ class Process:
         return f"{self.name}: the last line of the log"
 
     async def stop(self) -> None:
-        await asyncio.wrap_future(self.world.submit(self.end()))
+        if self.managed:
+            await asyncio.wrap_future(self.world.submit(self.end()))
 
     async def end(self, exit_code: int | None = 0) -> None:
         """Nothing is answered any more."""

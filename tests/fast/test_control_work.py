@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from streamrl_jax.rewards import RewardFn, RewardResult
 
 from streamrl_jax.control.faults import ControlError, RewardError
 from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.partials import extend, resumable
 from streamrl_jax.control.rewards import RewardWorkers
-from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import (
     FinishReason,
     Generation,
@@ -158,7 +158,9 @@ def run_rewards(
 
 def test_reward_gets_prompt_text_and_generation() -> None:
     def score(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
-        return RewardResult(float(text.startswith(prompt.columns["answer"])), {"length": len(answer.token_ids)})
+        return RewardResult(
+            float(text.startswith(prompt.columns["answer"])), {"length": len(answer.token_ids)}
+        )
 
     result = run_rewards(score, lambda workers: workers.reward(PROMPT, generation()))
     assert result == RewardResult(1.0, {"length": 2})
@@ -211,7 +213,9 @@ def test_reward_that_hangs_is_named_and_does_not_keep_anything_waiting() -> None
         return task
 
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"did not return within 0.2 s \(reward.timeout_s\) for sample train/3/17/0"):
+    with pytest.raises(
+        RewardError, match=r"did not return within 0.2 s \(reward.timeout_s\) for sample train/3/17/0"
+    ):
         run_rewards(hang, watch, timeout_s=0.2)
     assert time.monotonic() - began < 4
     release.set()

@@ -1,0 +1,364 @@
+"""What goes wrong with instances, streams and rewards: every sample still arrives once, or the run says why
+not."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from streamrl_jax.rewards import RewardResult
+
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.events import ControlEvent, EventKind
+from streamrl_jax.control.faults import ControlError, RewardError
+from streamrl_jax.errors import UserError
+from streamrl_jax.types import Fence, Generation, Prompt, Sample, expand_runs
+from tests.fakes import FakeEngine
+from tests.fast.control_world import (
+    FENCE,
+    SETTINGS,
+    Run,
+    World,
+    check_answer,
+    decode,
+    job,
+    manifest,
+    prompts,
+    reward_by_length,
+    running,
+    source,
+)
+
+
+def slow(name: str, life: int) -> FakeEngine:
+    """Answers take 60 ms: enough to be hit in the middle of them."""
+    return FakeEngine(slots=8, tokens_per_s=200, length=lambda a: 12)
+
+
+def take_all(
+    run: Run, job_id: str, disturb_at: Mapping[int, Callable[[], object]] | None = None
+) -> list[Sample]:
+    """Takes a job's samples, does something after so many of them, and checks that each came once, and
+    right."""
+    samples: list[Sample] = []
+    for sample in run.controller.samples(job_id, 10):
+        samples.append(sample)
+        if disturb_at and (disturb := disturb_at.get(len(samples))):
+            disturb()
+    assert max(Counter(s.sample_id for s in samples).values()) == 1
+    for sample in samples:
+        check_answer(sample.prompt, sample.generation)
+    return samples
+
+
+def test_killed_instance() -> None:
+    """kill -9 in mid-batch: restarted with the current version, unfinished samples at a higher attempt,
+    others go on."""
+    world = World(("a", "b"), slow)
+    with running(world) as run:
+        run.controller.submit(job(0, count=25, n=4))
+        samples = take_all(run, "train/0", {20: world.now("a").kill})
+        assert len(samples) == 100
+        attempts = Counter(s.generation.attempt for s in samples)
+        counts = run.controller.counters()
+        assert attempts[1] == counts["redispatched"] > 0
+        assert counts["dispatched"] == 100 + counts["redispatched"]
+        assert counts["restarts"] == 1
+        assert [e.text for e in run.seen(EventKind.LOST)] == ["its process ended (exit code -9)"]
+        assert run.seen(EventKind.REDISPATCH, "a")[0].count == counts["redispatched"]
+        run.wait_for(lambda: len(run.seen(EventKind.READY, "a")) == 2)
+        run.wait_for(lambda: [view.version for view in run.controller.pool()] == [0, 0])
+        log = world.now("a").engine.log
+        assert next(line for line in log if line != "forget") == "update 0", "weights come before samples"
+
+
+def test_killed_again_and_again() -> None:
+    """Each life of both instances ends after a few samples; the third life is left alone."""
+    world = World(("a", "b"), slow)
+    with running(world) as run:
+        run.controller.submit(job(0, count=50, n=4))
+        kills = {
+            at: lambda name=name: world.now(name).kill()
+            for at, name in ((10, "a"), (40, "b"), (70, "a"), (71, "b"))
+        }
+        assert len(take_all(run, "train/0", kills)) == 200
+        assert run.controller.counters()["restarts"] == 4
+
+
+def test_dead_engine_behind_a_living_process() -> None:
+    world = World(("a", "b"), slow)
+    with running(world) as run:
+        run.controller.submit(job(0, count=25, n=4))
+        samples = take_all(
+            run, "train/0", {20: lambda: world.now("a").crash("CUDA error: an illegal access")}
+        )
+        assert len(samples) == 100
+        assert "CUDA error: an illegal access" in run.seen(EventKind.LOST, "a")[0].text
+
+
+def test_hung_engine_is_noticed_within_the_stated_bound() -> None:
+    """Heartbeats go on, tokens and pings do not: lease_s and two ticks (here 1 + 2 * 0.25 s) later it is
+    dead."""
+    world = World(("a", "b"), slow)
+    with running(world) as run:
+        run.controller.submit(job(0, count=25, n=4))
+        at: list[float] = []
+
+        def hang() -> None:
+            world.now("a").hang()
+            at.append(time.monotonic())
+
+        noticed: list[float] = []
+        watcher = threading.Thread(
+            target=lambda: (run.wait_for(lambda: run.seen(EventKind.LOST)), noticed.append(time.monotonic()))
+        )
+        watcher.start()
+        assert len(take_all(run, "train/0", {20: hang})) == 100
+        watcher.join()
+        assert 0.7 < noticed[0] - at[0] < 2.0
+        assert any(why in run.seen(EventKind.LOST, "a")[0].text for why in ("no token", "did not answer"))
+
+
+def test_hung_idle_engine_is_noticed_too() -> None:
+    with running(World(("a",), slow)) as run:
+        run.world.now("a").hang()
+        run.wait_for(lambda: run.seen(EventKind.LOST))
+        assert "its engine did not answer" in run.seen(EventKind.LOST)[0].text
+
+
+def test_stream_that_breaks_while_the_instance_lives() -> None:
+    """The same fence again: what runs goes on, nothing is handed out twice, nothing is lost."""
+    world = World(("a", "b"), slow, lambda name, life: {"cut_after": 7})
+    with running(world) as run:
+        run.controller.submit(job(0, count=25, n=4))
+        samples = take_all(run, "train/0")
+        assert len(samples) == 100
+        assert {s.generation.attempt for s in samples} == {0}
+        counts = run.controller.counters()
+        assert counts["redispatched"] == counts["restarts"] == 0
+        assert {e.instance for e in run.seen(EventKind.RECONNECTED)} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "faults", [{"duplicate": True}, {"reorder": True}, {"duplicate": True, "reorder": True}]
+)
+def test_repeated_and_reordered_answers(faults: dict[str, Any]) -> None:
+    world = World(("a", "b"), slow, lambda name, life: faults)
+    with running(world) as run:
+        run.controller.submit(job(0, count=20, n=4))
+        assert len(take_all(run, "train/0")) == 80
+        counts = run.controller.counters()
+        if faults.get("duplicate"):
+            run.wait_for(lambda: sum(n for k, n in run.controller.counters().items() if "dropped" in k) >= 30)
+        assert counts["finished"] == 80
+
+
+def test_a_partial_answer_survives_its_instance() -> None:
+    """With progress on, the next attempt goes on where the last one was; its tokens keep their versions."""
+
+    def engine(name: str, life: int) -> FakeEngine:
+        return FakeEngine(slots=8, tokens_per_s=100, length=lambda a: 30)
+
+    world = World(("a",), engine)
+    with running(world, replace(SETTINGS, progress_interval_s=0.01)) as run:
+        run.controller.submit(job(0, count=8, n=1))
+        run.wait_for(lambda: run.controller.sizes()["partials"] == 8)
+        time.sleep(0.1)
+        run.publish(1)  # of no effect before the samples are finished, or their instance is
+        world.now("a").kill()
+        samples = take_all(run, "train/0")
+        assert [len(s.generation.token_ids) for s in samples] == [30] * 8
+        assert all([r.version for r in s.generation.versions] == [0, 1] for s in samples)
+        assert world.now("a").engine.tokens_total < 8 * 25, "what was there was not made again"
+        run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
+
+
+# ---------------------------------------------------------------- past the bounds
+
+
+def test_too_many_deaths_stop_the_run_with_name_reason_and_log() -> None:
+    world = World(("a", "b"), slow)
+    with running(world, replace(SETTINGS, max_restarts=1)) as run:
+        run.controller.submit(job(0, count=25, n=4))
+        world.now("a").kill()
+        run.wait_for(lambda: len(run.seen(EventKind.READY, "a")) == 2)
+        world.now("a").kill()
+        with pytest.raises(ControlError) as caught:
+            for _ in range(2):
+                list(run.controller.samples("train/0", 10))
+        message = str(caught.value)
+        assert "instance a (127.0.0.1:" in message
+        assert "was lost after 1 restarts: its process ended (exit code -9)" in message
+        assert "a: the last line of the log" in message
+
+
+def test_an_instance_that_never_comes_up_is_not_tried_for_long() -> None:
+    world = World(("a",), lambda name, life: FakeEngine(start_failure="no such model"))
+    with (
+        running(world, version=None) as run,
+        pytest.raises(ControlError, match=r"was lost after 1 restarts: .*no such model"),
+    ):
+        run.controller.wait_ready(10)
+
+
+def test_start_is_bounded() -> None:
+    world = World(("a",), lambda name, life: FakeEngine(start_s=30))
+    with (
+        running(world, replace(SETTINGS, start_timeout_s=0.3), version=None) as run,
+        pytest.raises(
+            ControlError, match=r"not loaded within 0.3 s \(gen.start_timeout_s\).*counting to start"
+        ),
+    ):
+        run.controller.wait_ready(10)
+
+
+def test_other_endpoints_go_on_when_one_is_given_up() -> None:
+    world = World(("a", "b"), slow, managed=False)
+    settings = replace(SETTINGS, start_timeout_s=0.3, max_restarts=1)
+    with running(world, settings) as run:
+        jobs = run.controller.probe(0, prompts(2), job(0).sampling)
+        for name in jobs:
+            list(run.controller.samples(name, 5))
+        run.controller.submit(job(0, count=50, n=4))
+        assert len(take_all(run, "train/0", {20: world.now("a").kill})) == 200
+        run.wait_for(lambda: run.seen(EventKind.GONE, "a"))
+        assert [view.name for view in run.controller.pool()] == ["b"]
+        assert run.controller.counters()["restarts"] == 1
+        world.now("b").kill()
+        run.controller.submit(job(1, min_version=0))
+        with pytest.raises(ControlError, match=r"no instance is left: instance a .* instance b"):
+            list(run.controller.samples("train/1", 10))
+
+
+def test_probes_of_an_endpoint_that_is_given_up_end_early() -> None:
+    world = World(("a", "b"), slow, managed=False)
+    with running(world, replace(SETTINGS, start_timeout_s=0.3, max_restarts=0)) as run:
+        first, second = run.controller.probe(0, prompts(30), job(0).sampling)
+        world.now("a").kill()
+        assert len(list(run.controller.samples(first, 5))) < 30
+        assert len(list(run.controller.samples(second, 5))) == 30
+        assert run.controller.counters()["cancelled"] > 0
+        run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
+
+
+def test_an_endpoint_that_comes_back_is_used_again() -> None:
+    """Somebody restarts it at the same address: it has no weights and gets them before its first sample."""
+    world = World(("a", "b"), slow, managed=False)
+    with running(world) as run:
+        address = world.now("a").address
+
+        def restart() -> None:
+            world.now("a").kill()
+            world.lives["a"].append(world.call(world.launch("a", 1, address)))
+
+        run.controller.submit(job(0, count=100, n=4))
+        samples = take_all(run, "train/0", {20: restart})
+        assert len(samples) == 400
+        assert world.now("a").engine.tokens_total > 0
+        assert next(line for line in world.now("a").engine.log if line != "forget") == "update 0"
+
+
+def test_what_an_earlier_life_left_on_an_endpoint_is_not_taken() -> None:
+    """The same sample ids, other weights: the resumed run gets only what it asked for itself."""
+    world = World(("a",), slow, managed=False)
+    first: list[ControlEvent] = []
+    controller = Controller(SETTINGS, FENCE, world, reward_by_length, decode, first.append)
+    controller.start()
+    controller.wait_ready(5)
+    controller.publish(manifest(0), source(0)).result(5)
+    controller.submit(job(0))
+    next(controller.samples("train/0", 5))
+    controller.close()
+    resumed = Fence(FENCE.run_id, FENCE.incarnation + 1)
+    with running(world, fence=resumed, version=None) as run:
+        run.controller.wait_ready(5)
+        run.controller.submit(job(0, min_version=3))
+        with pytest.raises(ControlError, match="arrived"):
+            next(run.controller.samples("train/0", 0.3))
+        run.controller.publish(manifest(3, resumed), source(3)).result(5)
+        samples = take_all(run, "train/0")
+        assert {int(v) for s in samples for v in expand_runs(s.generation.versions)} == {3}
+        assert run.controller.counters()["dispatched"] == 32
+
+
+def test_wrong_token_is_the_users_to_mend() -> None:
+    world = World(("a",), slow, token="right")
+    with (
+        running(world, version=None, token="wrong") as run,
+        pytest.raises(UserError, match=r"instance a: .*security.token_file"),
+    ):
+        run.controller.wait_ready(5)
+
+
+# ---------------------------------------------------------------- rewards and the trainer's thread
+
+
+def failing_at(bad: int, do: Callable[[], float]) -> Callable[[Prompt, str, Generation], RewardResult]:
+    def reward(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        return RewardResult(do() if prompt.prompt_id == str(bad) else 1.0, {})
+
+    return reward
+
+
+def raise_key_error() -> float:
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize(
+    ("do", "expected"),
+    [
+        (
+            raise_key_error,
+            r"(?s)reward function raised KeyError: 'answer' for sample train/0/3/\d .*in raise_key_error",
+        ),
+        (lambda: math.nan, r"reward function returned nan for sample train/0/3/\d \(prompt 3\)"),
+    ],
+)
+def test_a_reward_that_fails_reaches_the_trainer(do: Callable[[], float], expected: str) -> None:
+    with running(World(("a",)), reward=failing_at(3, do)) as run:
+        run.controller.submit(job(0))
+        with pytest.raises(RewardError, match=expected):
+            list(run.controller.samples("train/0", 5))
+
+
+def test_a_reward_that_hangs_ends_the_run_within_its_bound() -> None:
+    release = threading.Event()
+    settings = replace(SETTINGS, reward_timeout_s=0.3)
+    try:
+        with running(World(("a",)), settings, failing_at(3, lambda: float(release.wait(20)))) as run:
+            run.controller.submit(job(0))
+            began = time.monotonic()
+            with pytest.raises(RewardError, match=r"did not return within 0.3 s .* sample train/0/3"):
+                list(run.controller.samples("train/0", 5))
+            assert time.monotonic() - began < 2
+    finally:
+        release.set()
+
+
+def test_an_exception_of_any_task_reaches_the_trainer_with_its_traceback() -> None:
+    """Here: the display's callback raises on the controller's thread."""
+    world = World(("a",))
+
+    def broken(event: ControlEvent) -> None:
+        if event.kind is EventKind.UPDATED:
+            raise ZeroDivisionError("in the display")
+
+    controller = Controller(SETTINGS, FENCE, world, reward_by_length, decode, broken)
+    try:
+        controller.start()
+        controller.wait_ready(5)
+        with pytest.raises(ZeroDivisionError) as caught:
+            controller.publish(manifest(0), source(0)).result(5)
+        assert "broken" in [entry.name for entry in caught.traceback]
+        with pytest.raises(ZeroDivisionError):
+            controller.submit(job(0))
+        assert controller.counters()["dispatched"] == 0, "the books stay open"
+    finally:
+        controller.close()
+        world.close()
