@@ -12,14 +12,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from streamrl_jax.config import Config
-from streamrl_jax.errors import UserError
 from streamrl_jax.train.aggregate import AggregationMode, Size, token_weight
 from streamrl_jax.train.answer import Answer
-
-_ROW_MULTIPLE = 64
-_TAIL_SHARE = 4  # the last micro-batch of an iteration may use a shape of a quarter of the rows
-
+from streamrl_jax.train.shapes import BatchShape
 
 A = TypeVar("A")
 
@@ -84,82 +79,6 @@ class MicroBatch:
     def capacity(self) -> int:
         """Tokens that are computed, padding included."""
         return self.rows.tokens.size
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The shapes that the step is compiled for.
-
-    Attributes:
-        row_len: Tokens of a row.
-        rows: Row counts, ascending; the last is the full micro-batch, smaller ones serve what is left at the
-            end.
-    """
-
-    row_len: int
-    rows: tuple[int, ...]
-
-    @property
-    def full(self) -> int:
-        """Rows of a full micro-batch."""
-        return self.rows[-1]
-
-    def fitting(self, rows: int) -> int:
-        """The smallest compiled row count that holds so many."""
-        return next(count for count in self.rows if count >= rows)
-
-
-def plan_shape(
-    *,
-    longest: int,
-    samples: int,
-    budget_per_shard: int,
-    shards: int,
-    row_len: int = 0,
-) -> BatchShape:
-    """Chooses the row shapes.
-
-    Args:
-        longest: Tokens of the longest sample that the limits allow.
-        samples: Samples of an iteration; no shape is larger than what they can need.
-        budget_per_shard: Tokens of a micro-batch per data-parallel rank, `actor.ppo_max_token_len_per_gpu`.
-        shards: Data-parallel ranks (data x fsdp), over which the rows are split evenly.
-        row_len: Tokens of a row; 0: `longest`, rounded up to 64.
-
-    Returns:
-        Full micro-batches of as many rows as the budget allows, and a shape of a quarter of that for the
-        rest.
-
-    Raises:
-        UserError: A row is shorter than the longest sample, or longer than the budget.
-    """
-    row_len = row_len or -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    if row_len < longest:
-        raise UserError(
-            f"trainer.pack_row_length = {row_len} is under the longest prompt and answer, {longest} tokens, "
-            "so that a long sample would fit no row; raise it, or set it to 0"
-        )
-    if budget_per_shard < row_len:
-        raise UserError(
-            f"actor.ppo_max_token_len_per_gpu = {budget_per_shard} is less than a row of {row_len} tokens; "
-            f"raise it to {row_len} or more, or lower data.max_prompt_length, data.max_response_length or "
-            "trainer.pack_row_length"
-        )
-    needed = -(-samples // (row_len // longest))
-    per_shard = min(budget_per_shard // row_len, -(-needed // shards))
-    tail = -(-per_shard // _TAIL_SHARE)
-    return BatchShape(row_len, tuple(sorted({tail * shards, per_shard * shards})))
-
-
-def plan_rl_shape(cfg: Config, shards: int) -> BatchShape:
-    """`plan_shape` of a run's training iterations."""
-    return plan_shape(
-        longest=cfg.longest_sample,
-        samples=cfg.samples_per_iteration,
-        budget_per_shard=cfg.actor.ppo_max_token_len_per_gpu,
-        shards=shards,
-        row_len=cfg.trainer.pack_row_length,
-    )
 
 
 class MicroBatcher:

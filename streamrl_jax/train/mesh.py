@@ -14,7 +14,7 @@ from typing import Final
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from streamrl_jax.errors import UserError
+from streamrl_jax.train.shapes import fill_axes
 
 # Order matters: neighbouring devices differ in the last axis, so `tensor`, which talks the most, is
 # innermost. Axes that cross hosts (`dcn_*`) will multiply into these when the mesh is built; the names here
@@ -58,23 +58,9 @@ def make_mesh(
         UserError: An axis is neither positive nor -1, two are -1, or the product is not the number of
             devices.
     """
-    sizes: dict[str, int] = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
     available = list(jax.devices() if devices is None else devices)
-    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    for axis, size in sizes.items():
-        if size != -1 and size < 1:
-            raise UserError(f"mesh: {axis} is {size}; give a positive number, or -1 to fill up ({asked})")
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise UserError(f"mesh: {' and '.join(open_axes)} are -1; at most one axis can fill up ({asked})")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if open_axes and len(available) % fixed == 0:
-        sizes[open_axes[0]] = len(available) // fixed
-    if math.prod(sizes.values()) != len(available):
-        raise UserError(
-            f"mesh: {asked} does not fit {len(available)} {available[0].platform} devices; the axes must "
-            f"multiply to the number of devices (set one axis to -1 to fill up)"
-        )
+    asked: dict[str, int] = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
+    sizes = fill_axes(asked, len(available), available[0].platform)
     shape = tuple(sizes[axis] for axis in MESH_AXES)
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=available)
 

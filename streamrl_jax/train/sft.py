@@ -14,13 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from streamrl_jax.config import Config
 from streamrl_jax.train.aggregate import Size, masked_sum
 from streamrl_jax.train.answer import Answer
-from streamrl_jax.train.batcher import BatchShape, empty_rows, pack_all, plan_shape
+from streamrl_jax.train.batcher import empty_rows, pack_all
 from streamrl_jax.train.logprob import predicted
 from streamrl_jax.train.mesh import batch_sharding, batch_shards, replicated
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.train.models.decoder import Compute
 from streamrl_jax.train.objective import policy_logprobs
 from streamrl_jax.train.optim import make_optimizer
+from streamrl_jax.train.shapes import BatchShape, plan_shape
 from streamrl_jax.train.state import (
     DeviceRows,
     Gradients,

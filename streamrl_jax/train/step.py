@@ -22,13 +22,14 @@ from jaxtyping import Array, Bool, Float
 
 from streamrl_jax.config import Config
 from streamrl_jax.train.advantage import Whitening
-from streamrl_jax.train.batcher import BatchShape, HostRows, empty_rows
+from streamrl_jax.train.batcher import HostRows, empty_rows
 from streamrl_jax.train.loss import PolicyLoss, clipped_policy_loss
 from streamrl_jax.train.mesh import batch_sharding, replicated
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.train.models.decoder import Compute
 from streamrl_jax.train.objective import Objective, Prepared, Tally
 from streamrl_jax.train.optim import make_optimizer
+from streamrl_jax.train.shapes import BatchShape
 from streamrl_jax.train.state import (
     DeviceRows,
     Gradients,

@@ -15,11 +15,9 @@ from streamrl_jax.train.aggregate import AggregationMode, Size, denominator
 from streamrl_jax.train.agreement import Comparison, compare
 from streamrl_jax.train.answer import Answer, sampled_answer
 from streamrl_jax.train.batcher import (
-    BatchShape,
     MicroBatch,
     MicroBatcher,
     pack_all,
-    plan_rl_shape,
 )
 from streamrl_jax.train.groups import Groups
 from streamrl_jax.train.mesh import batch_shards, replicated
@@ -27,6 +25,7 @@ from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments, faded, merge
 from streamrl_jax.train.objective import Prepared, Tally
 from streamrl_jax.train.report import answer_metrics, loss_metrics, packing_metrics, update_metrics
+from streamrl_jax.train.shapes import BatchShape, plan_rl_shape
 from streamrl_jax.train.state import TrainState
 from streamrl_jax.train.step import Steps, UpdateReport
 from streamrl_jax.types import Sample

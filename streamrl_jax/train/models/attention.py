@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from streamrl_jax.train.models.arch import Arch
+from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.models.layers import Linear, rotate
 
 # Finite, so that a query without any key (the padding of the last block) gives a number that is dropped, not

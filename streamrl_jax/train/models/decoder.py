@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.mesh import batch_sharding, named_sharding
-from streamrl_jax.train.models.arch import Arch
 from streamrl_jax.train.models.attention import Attention
 from streamrl_jax.train.models.layers import RMSNorm, SwiGLU, rope_tables, weight, zeros
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from streamrl_jax.train.models.arch import Arch
+from streamrl_jax.train.arch import Arch
 
 
 def weight(

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.mesh import named_sharding
-from streamrl_jax.train.models.arch import Arch
 from streamrl_jax.train.models.decoder import Compute, Decoder, Head
 
 Params = dict[str, Any]
