@@ -6,6 +6,9 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PROTO := streamrl_jax/proto/streamrl.proto
+# Processes of the fast tests, and further arguments: make test-fast PYTEST_ARGS="-k loss"
+WORKERS ?= 2
+PYTEST_ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 
 # $(call step,NAME,COMMAND): runs it, and says what it was and how long it took.
@@ -27,10 +30,10 @@ test: lint types test-fast test-engine ## everything: lint, types, both test sui
 	@echo "== make test: all passed"
 
 test-fast: env ## the inner loop: tests without vLLM (under 3 minutes)
-	$(call step,fast tests,$(BIN)/pytest -q tests/fast)
+	$(call step,fast tests,$(BIN)/pytest -q tests/fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
 
 test-engine: env ## the tests on real vLLM engines
-	$(call step,engine tests,$(BIN)/pytest -q tests/engine)
+	$(call step,engine tests,$(BIN)/pytest -q tests/engine $(PYTEST_ARGS))
 
 lint: env ## ruff: rules and format
 	$(call step,ruff check,$(BIN)/ruff check .)

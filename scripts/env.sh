@@ -70,7 +70,7 @@ with_progress() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         (( (SECONDS - started) % ${PROGRESS_EVERY_S:-5} == 0 )) || continue
-        count=$(find "$SITE" -maxdepth 1 -name '*.dist-info' | wc -l)
+        count=$(find "$SITE" -maxdepth 1 -name '*.dist-info' ! -name 'pip-*' | wc -l)
         line=$(grep -oE '^(Collecting|Downloading|Installing|Building|Preparing) [^ ]*' "$LOG" | tail -n 1 || true)
         [[ $line == "Installing collected" ]] && line="unpacking"
         say "$(printf '%4d s  %s: %s, %d of %d in place' $((SECONDS - started)) "$what" "${line:-starting}" "$count" "$TOTAL")"

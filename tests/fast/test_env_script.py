@@ -157,7 +157,7 @@ def test_clones_share_packages_and_not_code(machine: Machine, tmp_path: Path) ->
     assert all("reasoning-gym tasks stay unavailable" in text for text in said)
     assert not (site / "tinysource.py").exists()
     code, later = machine.make_env(clones[0], CC="true")
-    assert (code, later) == (0, "")
+    assert code == 0, later
     assert (site / "tinysource.py").exists()
 
     stamp = (clones[0] / ".venv" / ".complete").stat().st_mtime_ns
