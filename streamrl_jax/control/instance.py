@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamrl_jax.control.events import (
     Activity,
@@ -106,6 +106,8 @@ class Instance:
         """What it can take now; None: nothing at all."""
         if self._link is None or self._info is None or not self._link.connected:
             return None
+        if self._status.state is InstanceState.DRAINING:
+            return None
         capacity = self._info.slots + self._info.lookahead
         held = self._shared.work.ledger.held_count(self.name)
         return Room(self.name, self.version, capacity, held, pinned_only=self._updating)
@@ -176,6 +178,7 @@ class Instance:
             return launched, str(lost)
         finally:
             self.loaded = False
+            self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
             self._note(time.monotonic())
             if launched is not None:
                 await launched.stop()
@@ -227,7 +230,6 @@ class Instance:
     async def _wait_until_loaded(self, client: InstanceClient, launched: Launched) -> None:
         began = time.monotonic()
         phase = "the process starts"
-        self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
         while True:
             self._check_process(launched)
             try:
@@ -237,8 +239,10 @@ class Instance:
                 if not error.transient:
                     raise user_error(self.name, error) or InstanceLost(str(error)) from error
             if self._status.state is InstanceState.FAILED:
-                raise InstanceLost(f"it reports that it failed: {self._status.message}")
-            if self._status.state is not InstanceState.LOADING:
+                phase = f"it reports that it failed: {self._status.message}"
+                if launched.managed:
+                    raise InstanceLost(phase)
+            elif self._status.state is not InstanceState.LOADING:
                 return
             waited = time.monotonic() - began
             if waited > self._settings.start_timeout_s:
@@ -293,6 +297,7 @@ class Instance:
             case Rejection(reason=RejectReason.ENGINE_FAILED):
                 raise InstanceLost(f"its engine failed: {event.message}")
             case Rejection():
+                self._believe(event.reason)
                 work.rejected(fence, event, self.name)
             case Drained():
                 pass  # asked for by nobody yet
@@ -301,6 +306,14 @@ class Instance:
         self._note(now)
         self._changed.set()
         self._shared.pump()
+
+    def _believe(self, reason: RejectReason) -> None:
+        """Corrects what was thought of it, so that it is not asked the same again at once."""
+        if reason is RejectReason.DRAINING:
+            self._status = replace(self._status, state=InstanceState.DRAINING)
+        elif reason is RejectReason.WRONG_VERSION:
+            self.version = NO_VERSION
+            self._published.set()
 
     async def _watch(self, launched: Launched) -> None:
         due = time.monotonic() + _TICK_S
@@ -325,6 +338,7 @@ class Instance:
             self._published.clear()
             while self._shared.shelf.version > self.version:
                 await self._update(client)
+            self._shared.settled(UpdateReport(self.name, True, self.version))
 
     async def _update(self, client: InstanceClient) -> None:
         shared = self._shared

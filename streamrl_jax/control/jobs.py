@@ -39,6 +39,12 @@ class Job:
         return len(self.prompts) * self.n
 
 
+def engine_priority(job: Job) -> int:
+    """Folds (priority, iteration) into the one number that an engine orders its queue by; lower runs
+    first."""
+    return (job.priority << 32) + job.iteration
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Member:
     """One sample of a job: the ``index``-th answer to the prompt at ``position``."""

@@ -54,6 +54,7 @@ class RewardWorkers:
         self._timeout_s = timeout_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
+        self._closing = False
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
             for number in range(workers)
@@ -92,25 +93,24 @@ class RewardWorkers:
                     f"{_name(call)}; put a bound into the function, or raise reward.timeout_s"
                 )
 
-    def close(self, timeout_s: float) -> list[str]:
-        """Ends the threads.
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads; what is queued is not computed any more.
 
         Args:
-            timeout_s: bound on the wait for calls that run.
-
-        Returns:
-            What still hangs: the samples whose calls did not return.
+            timeout_s: bound on the wait for calls that run. One that still runs then is left to its thread,
+            which
+                ends with the process.
         """
+        self._closing = True
         for _ in self._threads:
             self._calls.put(None)
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
-        return [_name(call) for _, call in list(self._running.values())]
 
     def _work(self, number: int) -> None:
-        while (call := self._calls.get()) is not None:
+        while (call := self._calls.get()) is not None and not self._closing:
             self._running[number] = (time.monotonic(), call)
             outcome = self._outcome(call)
             del self._running[number]

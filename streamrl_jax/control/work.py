@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from streamrl_jax.control.faults import ControlError
-from streamrl_jax.control.jobs import Job, Member, members, sampling_of
+from streamrl_jax.control.jobs import Job, Member, engine_priority, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
 from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.partials import extend, resumable
@@ -105,6 +105,7 @@ class Work:
             return self._take_back(fence, generation.sample_id, generation.attempt, instance, "was cut off")
         verdict = self.ledger.accept(fence, generation.sample_id, generation.attempt, instance)
         if verdict is Verdict.ACCEPTED:
+            self._check_versions(generation, instance)
             self._partials.pop(generation.sample_id, None)
             name = f"reward {generation.sample_id}"
             self._spawn(self._complete(generation, time.monotonic()), name=name)
@@ -187,7 +188,7 @@ class Work:
             attempt=attempt,
             prompt_ids=job.prompts[member.position].token_ids,
             sampling=sampling_of(job, sample_id, attempt if resumed else 0),
-            priority=job.priority,
+            priority=engine_priority(job),
             min_version=job.min_version,
             resumed=resumed,
             probe=job.probe,
@@ -210,6 +211,17 @@ class Work:
             )
         opened = self._open[sample_id]
         self.queue.push(_waiting(opened.job, opened.member), front=True)
+
+    def _check_versions(self, generation: Generation, instance: str) -> None:
+        """Admission keeps staleness bounded (DESIGN rule 5); an answer that breaks it shows a fault, not bad
+        luck."""
+        oldest = min((run.version for run in generation.versions), default=None)
+        least = self._open[generation.sample_id].job.min_version
+        if oldest is not None and oldest < least:
+            raise ControlError(
+                f"instance {instance} answered sample {generation.sample_id} with tokens of version "
+                f"{oldest}; version {least} or newer was asked for"
+            )
 
     async def _complete(self, generation: Generation, arrived_s: float) -> None:
         opened = self._open[generation.sample_id]

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-from streamrl_jax.rewards import RewardFn, RewardResult
 
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
@@ -28,6 +27,7 @@ from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.protocol import EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
+from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import (
     NO_VERSION,
     Fence,
@@ -112,7 +112,7 @@ class Process:
     stopped: bool = False
 
     def ended(self) -> str | None:
-        return None if self.exit_code is None else f"exit code {self.exit_code}"
+        return f"exit code {self.exit_code}" if self.managed and self.exit_code is not None else None
 
     def log_tail(self) -> str:
         return f"{self.name}: the last line of the log"

@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -12,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from streamrl_jax.rewards import RewardResult
 
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.faults import ControlError, RewardError
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.client import InstanceClient
+from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import Fence, Generation, Prompt, Sample, expand_runs
 from tests.fakes import FakeEngine
 from tests.fast.control_world import (
@@ -247,6 +249,41 @@ def test_probes_of_an_endpoint_that_is_given_up_end_early() -> None:
         run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
 
 
+def test_a_failed_endpoint_is_waited_for() -> None:
+    """Whoever started it may replace it: its status says FAILED until then."""
+    world = World(("a", "b"), slow, managed=False)
+    with running(world) as run:
+        process = world.now("a")
+        run.controller.submit(job(0, count=25, n=4))
+
+        def crash() -> None:
+            process.crash("out of memory")
+            run.wait_for(lambda: process.stopped)
+            world.lives["a"].append(world.call(world.launch("a", 1, process.address)))
+
+        assert len(take_all(run, "train/0", {20: crash})) == 100
+        run.wait_for(lambda: len(run.seen(EventKind.UPDATED, "a")) == 2)
+        assert any("out of memory" in e.text for e in run.seen(EventKind.LOST, "a"))
+
+
+def test_a_draining_endpoint_is_left_alone_until_it_resumes() -> None:
+    world = World(("a", "b"), slow, managed=False)
+    with running(world) as run:
+
+        async def drain(then: bool) -> None:
+            client = InstanceClient(world.now("a").address)
+            await (client.drain(FENCE) if then else client.resume(FENCE))
+            await client.close()
+
+        world.call(drain(True))
+        run.controller.submit(job(0, count=5, n=4))
+        assert {s.generation.instance for s in take_all(run, "train/0")} == {"b"}
+        world.call(drain(False))
+        run.wait_for(lambda: run.controller.pool()[0].state == "idle")
+        run.controller.submit(job(1, min_version=0))
+        assert {s.generation.instance for s in take_all(run, "train/1")} == {"a", "b"}
+
+
 def test_an_endpoint_that_comes_back_is_used_again() -> None:
     """Somebody restarts it at the same address: it has no weights and gets them before its first sample."""
     world = World(("a", "b"), slow, managed=False)
@@ -294,6 +331,26 @@ def test_wrong_token_is_the_users_to_mend() -> None:
         pytest.raises(UserError, match=r"instance a: .*security.token_file"),
     ):
         run.controller.wait_ready(5)
+
+
+def test_another_loop_of_the_process_that_ends_disturbs_nothing() -> None:
+    """gRPC has one poller for all loops; events of a loop that was closed surface in the others."""
+    world = World(("a",), slow)
+
+    async def ask_and_leave() -> None:
+        client = InstanceClient(world.now("a").address)
+        calls = [asyncio.ensure_future(client.status()) for _ in range(8)]
+        await asyncio.sleep(0)
+        assert not any(call.done() for call in calls)
+
+    def other_loop() -> None:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(ask_and_leave())
+        loop.close()
+
+    with running(world) as run:
+        run.controller.submit(job(0, count=25, n=4))
+        assert len(take_all(run, "train/0", dict.fromkeys(range(10, 90, 10), other_loop))) == 100
 
 
 # ---------------------------------------------------------------- rewards and the trainer's thread

@@ -1,4 +1,5 @@
-"""What lies between queue and trainer: partial answers, the way out, rewards, and their faults."""
+"""What lies between queue and trainer: jobs at work, partial answers, the way out, rewards, and their
+faults."""
 
 from __future__ import annotations
 
@@ -7,23 +8,35 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streamrl_jax.rewards import RewardFn, RewardResult
 
+from streamrl_jax.control.controller import PROBE_PRIORITY
 from streamrl_jax.control.faults import ControlError, RewardError
+from streamrl_jax.control.jobs import Job, engine_priority
+from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.partials import extend, resumable
+from streamrl_jax.control.queue import HeldQueue, Room
 from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.control.work import Work
+from streamrl_jax.errors import UserError
+from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import (
+    Assignment,
+    Fence,
     FinishReason,
     Generation,
     Partial,
     Progress,
     Prompt,
+    Rejection,
+    RejectReason,
     Sample,
     Sampling,
     VersionRun,
@@ -47,6 +60,98 @@ def sample(name: str) -> Sample:
 
 def decode(ids: np.ndarray) -> str:
     return "".join(map(chr, ids))
+
+
+# ---------------------------------------------------------------- jobs at work
+
+LIFE = Fence("run", 0)
+ROOMS = [Room("a", 3, 8, 0)]
+
+
+def work(max_attempts: int = 3) -> Work:
+    """Without rewards: what would compute one is closed unstarted."""
+    rewards = RewardWorkers(lambda *_: RewardResult(0.0), decode, 1.0, 1)
+    return Work(LIFE, rewards, HeldQueue(), max_attempts, lambda coroutine, name: coroutine.close())
+
+
+def train(n: int = 2, **rest: Any) -> Job:
+    sampling = Sampling(1.0, 8, (0,), seed=1)
+    return Job("train/3", [PROMPT], n, sampling, 3, 3, **rest)
+
+
+def answer(assignment: Assignment, version: int = 3, reason: FinishReason = FinishReason.STOP) -> Generation:
+    return Generation(
+        assignment.sample_id, assignment.attempt, np.asarray([52, 0], np.int32), np.zeros(2, np.float32),
+        (VersionRun(version, 2),), reason, "a",
+    )  # fmt: skip
+
+
+def test_an_answer_that_was_cut_off_is_asked_for_again_first() -> None:
+    jobs = work()
+    jobs.submit(train())
+    (_, first), (_, second) = jobs.take(ROOMS)
+    assert jobs.finished(LIFE, answer(second, reason=FinishReason.ABORT), "a") is Verdict.ACCEPTED
+    assert jobs.finished(LIFE, answer(second, reason=FinishReason.ABORT), "a") is Verdict.STALE_ATTEMPT
+    ((_, again),) = jobs.take([Room("a", 3, 8, 1)])
+    assert (again.sample_id, again.attempt) == (second.sample_id, 1)
+    assert again.sampling == second.sampling, "the same seed: short answers are not favoured"
+    assert again.sampling != first.sampling
+    assert jobs.finished(LIFE, answer(second), "a") is Verdict.STALE_ATTEMPT
+
+
+@pytest.mark.parametrize("reason", [RejectReason.WRONG_VERSION, RejectReason.DRAINING])
+def test_what_an_instance_refuses_for_now_is_bounded(reason: RejectReason) -> None:
+    jobs = work(max_attempts=3)
+    jobs.submit(train(n=1))
+    for attempt in range(2):
+        ((_, assignment),) = jobs.take(ROOMS)
+        assert assignment.attempt == attempt
+        jobs.rejected(LIFE, Rejection(assignment.sample_id, attempt, reason, "later"), "a")
+    ((_, assignment),) = jobs.take(ROOMS)
+    with pytest.raises(
+        ControlError, match=rf"train/3/17/0 was refused \({reason}: later\), at its attempt number 3"
+    ):
+        jobs.rejected(LIFE, Rejection(assignment.sample_id, 2, reason, "later"), "a")
+
+
+@pytest.mark.parametrize("reason", [RejectReason.TOO_LONG, RejectReason.INVALID])
+def test_what_no_instance_takes_is_the_users_to_mend(reason: RejectReason) -> None:
+    jobs = work()
+    jobs.submit(train(n=1))
+    ((_, assignment),) = jobs.take(ROOMS)
+    with pytest.raises(UserError, match=r"instance a refuses sample train/3/17/0 .*: the remedy"):
+        jobs.rejected(LIFE, Rejection(assignment.sample_id, 0, reason, "the remedy"), "a")
+
+
+def test_tokens_older_than_asked_for_stop_the_run() -> None:
+    jobs = work()
+    jobs.submit(train(n=1))
+    ((_, assignment),) = jobs.take(ROOMS)
+    with pytest.raises(
+        ControlError, match="sample train/3/17/0 with tokens of version 2; version 3 or newer"
+    ):
+        jobs.finished(LIFE, answer(assignment, version=2), "a")
+
+
+def test_engine_priority_puts_earlier_iterations_first_and_probes_before_all() -> None:
+    order = [
+        engine_priority(replace(train(), iteration=iteration, priority=priority))
+        for priority, iteration in [(PROBE_PRIORITY, 9), (-1, 8), (0, 3), (0, 4), (1, 0)]
+    ]
+    assert order == sorted(order)
+    assert all(-(2**63) <= number < 2**63 for number in order)
+
+
+def test_progress_of_a_stale_attempt_is_dropped() -> None:
+    jobs = work()
+    jobs.submit(train(n=1))
+    jobs.take(ROOMS)
+    jobs.lost("a")
+    piece = Progress(
+        "train/3/17/0", 0, 0, np.asarray([5], np.int32), np.zeros(1, np.float32), (VersionRun(3, 1),)
+    )
+    assert jobs.progress(LIFE, piece, "a") is Verdict.STALE_ATTEMPT
+    assert jobs.sizes()["partials"] == 0
 
 
 # ---------------------------------------------------------------- partial answers
