@@ -136,8 +136,7 @@ class Controller:
         return done
 
     def submit(self, job: Job) -> None:
-        """Queues a job. Its samples go to instances that serve ``job.min_version`` or newer, as they have
-        room."""
+        """Queues a job; its samples go to instances that serve ``job.min_version`` or newer."""
         self._check()
         self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
 
@@ -181,23 +180,24 @@ class Controller:
             self.submit(job)
         return tuple(job.job_id for job in jobs)
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the run from another thread of the trainer (the publisher's, say): every wait raises
-        ``error``."""
-        self._loop.call_soon_threadsafe(self._fail, error)
-
     def pool(self) -> tuple[InstanceView, ...]:
         """How each instance stands."""
         return self._ask(self._pool.views)
 
     def counters(self) -> Mapping[str, int]:
-        """Totals since the start: dispatched, finished, redispatched, restarts, and what was dropped, by
-        kind."""
+        """Totals since the start: what was dispatched, finished, restarted, and dropped, by kind."""
         return self._ask(self._counters)
 
     def sizes(self) -> Mapping[str, int]:
         """Entries held in memory, by kind; 0 when every job is done."""
         return self._ask(self._work.sizes)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run from outside (a version could not be written, say): every wait raises the error."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._fail, error)
+        else:
+            self._fail(error)
 
     def close(self) -> None:
         """Ends streams, instances (whole process groups) and threads.
@@ -276,8 +276,8 @@ class Controller:
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # One poller of gRPC serves all loops of a process: here it also stumbles over events of another loop that
-        # was closed, and over wake-ups that another loop was quicker to read. Nothing of ours is lost.
+        # One poller of gRPC serves all loops of a process: here it also stumbles over events of another loop
+        # that was closed, and over wake-ups that another loop was quicker to read. Nothing of ours is lost.
         if "PollerCompletionQueue" in repr(context.get("handle")):
             log.debug("gRPC's poller: %r", error)
             return

@@ -40,8 +40,7 @@ class Job:
 
 
 def engine_priority(job: Job) -> int:
-    """Folds (priority, iteration) into the one number that an engine orders its queue by; lower runs
-    first."""
+    """Folds (priority, iteration) into the one number that an engine's queue knows; lower runs first."""
     return (job.priority << 32) + job.iteration
 
 

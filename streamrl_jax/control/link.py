@@ -23,8 +23,7 @@ _BAD_MESSAGE = frozenset({grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INVALID_ARG
 
 
 def user_error(name: str, error: InstanceError) -> UserError | None:
-    """The error for the user when an instance refuses this run itself: another holds it, or the token
-    differs."""
+    """What the user reads when an instance refuses this run: another holds it, or the token differs."""
     return UserError(f"instance {name}: {error}") if error.code in _NOT_OURS else None
 
 

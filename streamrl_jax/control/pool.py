@@ -144,8 +144,7 @@ class Pool:
             raise ControlError("no instance is left: " + "; ".join(self._gone.values()))
 
     def _settled(self, report: UpdateReport) -> None:
-        """An instance serves ``report.version``, or was lost: whatever waited for that, or for less, is
-        answered."""
+        """An instance serves ``report.version``, or was lost: answers whatever waited for that or less."""
         for rollout in list(self._rollouts):
             if report.instance not in rollout.waiting:
                 continue

@@ -213,8 +213,7 @@ class Work:
         self.queue.push(_waiting(opened.job, opened.member), front=True)
 
     def _check_versions(self, generation: Generation, instance: str) -> None:
-        """Admission keeps staleness bounded (DESIGN rule 5); an answer that breaks it shows a fault, not bad
-        luck."""
+        """Admission bounds staleness (DESIGN rule 5): an answer that breaks it is a fault of the program."""
         oldest = min((run.version for run in generation.versions), default=None)
         least = self._open[generation.sample_id].job.min_version
         if oldest is not None and oldest < least:

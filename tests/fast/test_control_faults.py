@@ -1,5 +1,4 @@
-"""What goes wrong with instances, streams and rewards: every sample still arrives once, or the run says why
-not."""
+"""Instances, streams and rewards fail: every sample still arrives once, or the run says why not."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def slow(name: str, life: int) -> FakeEngine:
 def take_all(
     run: Run, job_id: str, disturb_at: Mapping[int, Callable[[], object]] | None = None
 ) -> list[Sample]:
-    """Takes a job's samples, does something after so many of them, and checks that each came once, and
-    right."""
+    """Takes a job's samples, disturbs after so many of them, checks that each came once, and right."""
     samples: list[Sample] = []
     for sample in run.controller.samples(job_id, 10):
         samples.append(sample)
@@ -60,8 +58,7 @@ def take_all(
 
 
 def test_killed_instance() -> None:
-    """kill -9 in mid-batch: restarted with the current version, unfinished samples at a higher attempt,
-    others go on."""
+    """kill -9 in mid-batch: it is restarted with the current version, what it held gets attempt 1."""
     world = World(("a", "b"), slow)
     with running(world) as run:
         run.controller.submit(job(0, count=25, n=4))
@@ -105,8 +102,7 @@ def test_dead_engine_behind_a_living_process() -> None:
 
 
 def test_hung_engine_is_noticed_within_the_stated_bound() -> None:
-    """Heartbeats go on, tokens and pings do not: lease_s and two ticks (here 1 + 2 * 0.25 s) later it is
-    dead."""
+    """Heartbeats go on, tokens and pings do not: within lease_s and two ticks (1.5 s) it is dead."""
     world = World(("a", "b"), slow)
     with running(world) as run:
         run.controller.submit(job(0, count=25, n=4))
@@ -396,6 +392,15 @@ def test_a_reward_that_hangs_ends_the_run_within_its_bound() -> None:
             assert time.monotonic() - began < 2
     finally:
         release.set()
+
+
+def test_an_error_from_outside_reaches_whoever_waits() -> None:
+    """A version that could not be written: the samples that wait for it would never come."""
+    with running(World(("a",))) as run:
+        run.controller.submit(job(1))
+        threading.Timer(0.1, run.controller.fail, [OSError("no space left on /dev/shm")]).start()
+        with pytest.raises(OSError, match="no space left"):
+            next(run.controller.samples("train/1", 5))
 
 
 def test_an_exception_of_any_task_reaches_the_trainer_with_its_traceback() -> None:

@@ -51,16 +51,14 @@ rooms = st.lists(
 
 
 def greedy_reference(queued: Sequence[Waiting], rooms: Sequence[Room]) -> list[str]:
-    """One sample after another in order; it leaves if any instance may take it. Says which leave, when all
-    samples and rooms are alike but for their number."""
+    """Which samples leave, in which order, when every instance may take every sample."""
     free = sum(room.free for room in rooms)
     return [one.sample_id for one in sorted(queued, key=lambda one: one.order)][:free]
 
 
 @given(waitings, rooms)
 def test_admission(queued: list[Waiting], rooms: list[Room]) -> None:
-    """No instance beyond its capacity or with too old a version, nothing pinned elsewhere, nothing lost; and
-    what stays has no place to go."""
+    """Nothing beyond a capacity, under a version, pinned elsewhere or lost; what stays has no place to go."""
     queue = HeldQueue()
     for one in queued:
         queue.push(one)

@@ -1,5 +1,4 @@
-"""What lies between queue and trainer: jobs at work, partial answers, the way out, rewards, and their
-faults."""
+"""What lies between queue and trainer: jobs at work, partial answers, the way out, rewards."""
 
 from __future__ import annotations
 
