@@ -24,7 +24,8 @@ demo: env ## the main job on this machine: warm start, PPO with two vLLM instanc
 	@$(BIN)/streamrl demo
 
 smollm: env ## prepare SmolLM2-135M-Instruct and run three iterations with it
-	@$(BIN)/streamrl smollm
+	@$(BIN)/python -m streamrl_jax.tasks.smollm --out models/smollm2-135m-instruct
+	@$(BIN)/streamrl train configs/smollm2_135m_cpu.toml --run-dir runs/smollm-$$(date +%Y%m%d-%H%M%S)
 
 test: lint types test-fast test-engine ## everything: lint, types, both test suites (under 25 minutes on 2 cores)
 	@echo "== make test: all passed"
@@ -48,7 +49,7 @@ types: env ## basedpyright
 proto: env ## regenerate the gRPC stubs from streamrl.proto
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
 
-docs: env ## regenerate docs/config.md from the docstrings of config.py
+docs: env ## regenerate docs/config.md and docs/metrics.md from the code
 	@$(BIN)/python scripts/config_docs.py
 
 clean: ## remove .venv, caches and build leftovers of this clone (the shared packages stay)
