@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import tokenizers
 from jaxtyping import Bool
-from tokenizers import processors
 
 from streamrl_jax.chat_template import ChatTemplate, Message, read_chat_template
 from streamrl_jax.errors import UserError
@@ -73,7 +72,7 @@ class Tokenizer:
         """
         where = Path(model_dir)
         config, special = _read_json(where / "config.json"), _special_tokens(where)
-        backend = _read_backend(where, special)
+        backend = _read_backend(where)
         highest = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         rows = config.get("vocab_size", highest)
         if not isinstance(rows, int) or rows < highest:
@@ -154,7 +153,7 @@ class Tokenizer:
         return [self.bos_id, *ids]
 
 
-def _read_backend(where: Path, special: Mapping[str, str]) -> tokenizers.Tokenizer:
+def _read_backend(where: Path) -> tokenizers.Tokenizer:
     path = where / "tokenizer.json"
     if not where.is_dir():
         raise UserError(
@@ -171,24 +170,7 @@ def _read_backend(where: Path, special: Mapping[str, str]) -> tokenizers.Tokeniz
         raise UserError(f"{path} cannot be read as a tokenizer: {error}; fetch the file again") from error
     backend.no_truncation()
     backend.no_padding()
-    _apply_explicit_bos_eos(backend, where, special)
     return backend
-
-
-def _apply_explicit_bos_eos(backend: tokenizers.Tokenizer, where: Path, special: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token` of tokenizer_config.json overrule the post-processor of
-    tokenizer.json.
-    """
-    config = _read_json(where / "tokenizer_config.json")
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    before = [special["bos_token"]] if config.get("add_bos_token") and "bos_token" in special else []
-    after = [special["eos_token"]] if config.get("add_eos_token") and "eos_token" in special else []
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B:1", *after],
-        special_tokens=[(text, _token_id(backend, where, "bos/eos", text)) for text in {*before, *after}],
-    )
 
 
 def _written_bos(backend: tokenizers.Tokenizer) -> int | None:

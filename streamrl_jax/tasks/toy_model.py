@@ -80,6 +80,7 @@ def write_toy_checkpoint(out: str | Path, seed: int, shape: ToyShape | None = No
         directory = Path(scratch) / "checkpoint"
         directory.mkdir()
         save_file(_initial_weights(shape, seed), directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "model.safetensors").chmod(0o644)  # written for its owner alone
         character_tokenizer().save(str(directory / "tokenizer.json"))
         (directory / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
         for name, content in _json_files(shape).items():
