@@ -164,7 +164,9 @@ def _sharded(struct: jax.ShapeDtypeStruct, parts: list[np.ndarray], *, stacked: 
         assert index is not None
         if not stacked:
             return np.array(parts[0][index], dtype=struct.dtype)
-        return np.stack([np.array(part[index[1:]], dtype=struct.dtype) for part in parts[index[0]]])
+        chosen = [part[index[1:]] for part in parts[index[0]]]
+        whole = np.empty((len(chosen), *chosen[0].shape), struct.dtype)
+        return np.stack(chosen, out=whole, casting="unsafe")
 
     assert struct.sharding is not None
     return jax.make_array_from_callback(struct.shape, struct.sharding, read)

@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
+
+from streamrl_jax.train.mesh import batch_shards, named_sharding
 
 # exp() of it is exactly 0, and 0 times it is 0, not NaN as with an infinity.
 _IMPOSSIBLE = -1e30
@@ -47,11 +50,12 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     vocab_limit: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
     """log softmax(logits_{t-1} / temperature)[token_t] and the entropy of that distribution.
 
     The logits of all tokens never exist at once: the rows are worked off in slices of columns, and the
-    backward pass computes each slice's logits again. The result does not depend on `chunk`.
+    backward pass computes each slice's logits again. The result does not depend on `chunk` or `mesh`.
 
     Args:
         hidden: States after the final norm, in the compute dtype.
@@ -59,40 +63,58 @@ def token_logprobs(
         tokens: Token ids.
         segment_ids: Which packed sequence a token belongs to, 0 for padding.
         temperature: What the logits are divided by, as when the tokens were sampled; above 0.
-        chunk: About how many tokens, over all rows of the (global) batch, have logits at the same time;
-            0 for all of them.
+        chunk: About how many tokens of a data-parallel rank have logits at the same time; 0 for all of them.
         vocab_limit: Ids from this one on (the padding of the vocabulary) have probability 0; None if all are
             real.
+        mesh: The mesh that rows and head are split over; None for a single device.
 
     Returns:
         Log-probabilities and entropies in nats, both float32, aligned at the token (see the module).
     """
-    length = tokens.shape[1]
-    columns = min(length, max(1, chunk // tokens.shape[0])) if chunk else length
+    rows, length = tokens.shape
+    ranks = 1 if mesh is None else batch_shards(mesh)
+    columns = min(length, max(1, chunk * ranks // rows)) if chunk else length
     # The state at t - 1 and the token t, side by side; what is rolled around to column 0 is masked below.
-    states = jnp.roll(hidden, 1, axis=1)
-    weight = head_weight.astype(hidden.dtype)
+    states = jnp.roll(hidden, 1, axis=1).reshape(ranks, rows // ranks, length, -1)
+    weight = _one_for_each_rank(head_weight.astype(hidden.dtype), ranks, mesh)
 
     def score(states: Array, targets: Array, weight: Array) -> tuple[Array, Array]:
         return _score(states, targets, weight, temperature, vocab_limit)
 
+    targets = tokens.reshape(ranks, rows // ranks, length)
     if columns == length:
-        logp, entropy = score(states, tokens, weight)
+        results = score(states, targets, weight)
     else:
-        logp, entropy = _in_slices(jax.checkpoint(score, prevent_cse=False), states, tokens, weight, columns)
+        results = _in_slices(jax.checkpoint(score, prevent_cse=False), states, targets, weight, columns)
     mask = predicted(segment_ids)
-    return jnp.where(mask, logp, 0.0), jnp.where(mask, entropy, 0.0)
+    logp, entropy = (jnp.where(mask, part.reshape(rows, length), 0.0) for part in results)
+    return logp, entropy
+
+
+def _one_for_each_rank(
+    weight: Float[Array, "vocab embed"], ranks: int, mesh: Mesh | None
+) -> Float[Array, "ranks vocab embed"]:
+    """The head once for each data-parallel rank, gathered over fsdp before the slices begin.
+
+    With a copy of its own, a rank adds up the head's gradient over the slices by itself; one head for all
+    would be summed over the ranks, vocab x embed numbers, at each slice.
+    """
+    copies = jnp.broadcast_to(weight, (ranks, *weight.shape))
+    if mesh is None:
+        return copies
+    sharding = named_sharding(("batch", "vocab", "norm"), copies.shape, mesh)
+    return jax.lax.with_sharding_constraint(copies, sharding)
 
 
 def _score(
-    states: Float[Array, "rows columns embed"],
-    targets: Int[Array, "rows columns"],
-    weight: Float[Array, "vocab embed"],
+    states: Float[Array, "ranks rows columns embed"],
+    targets: Int[Array, "ranks rows columns"],
+    weight: Float[Array, "ranks vocab embed"],
     temperature: float,
     vocab_limit: int | None,
-) -> tuple[Float[Array, "rows columns"], Float[Array, "rows columns"]]:
-    logits = jnp.einsum("rce,ve->rcv", states, weight, preferred_element_type=jnp.float32) / temperature
-    ids = jnp.arange(weight.shape[0])
+) -> tuple[Float[Array, "ranks rows columns"], Float[Array, "ranks rows columns"]]:
+    logits = jnp.einsum("nrce,nve->nrcv", states, weight, preferred_element_type=jnp.float32) / temperature
+    ids = jnp.arange(weight.shape[1])
     if vocab_limit is not None:
         logits = jnp.where(ids < vocab_limit, logits, _IMPOSSIBLE)
     log_total = jax.nn.logsumexp(logits, axis=-1)
@@ -104,22 +126,23 @@ def _score(
 
 def _in_slices(
     score: Callable[[Array, Array, Array], tuple[Array, Array]],
-    states: Float[Array, "rows len embed"],
-    targets: Int[Array, "rows len"],
-    weight: Float[Array, "vocab embed"],
+    states: Float[Array, "ranks rows len embed"],
+    targets: Int[Array, "ranks rows len"],
+    weight: Float[Array, "ranks vocab embed"],
     columns: int,
-) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
-    rows, length, embed = states.shape
+) -> tuple[Float[Array, "ranks rows len"], Float[Array, "ranks rows len"]]:
+    ranks, rows, length, embed = states.shape
     count = -(-length // columns)
     surplus = count * columns - length
-    state_slices = jnp.pad(states, ((0, 0), (0, surplus), (0, 0))).reshape(rows, count, columns, embed)
-    target_slices = jnp.pad(targets, ((0, 0), (0, surplus))).reshape(rows, count, columns)
+    padded_states = jnp.pad(states, ((0, 0), (0, 0), (0, surplus), (0, 0)))
+    padded_targets = jnp.pad(targets, ((0, 0), (0, 0), (0, surplus)))
+    state_slices = jnp.moveaxis(padded_states.reshape(ranks, rows, count, columns, embed), 2, 0)
+    target_slices = jnp.moveaxis(padded_targets.reshape(ranks, rows, count, columns), 2, 0)
 
     def step(_: None, slices: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         return None, score(*slices, weight)
 
-    _, results = jax.lax.scan(
-        step, None, (jnp.moveaxis(state_slices, 1, 0), jnp.moveaxis(target_slices, 1, 0))
-    )
-    logp, entropy = (jnp.moveaxis(part, 0, 1).reshape(rows, count * columns)[:, :length] for part in results)
+    _, results = jax.lax.scan(step, None, (state_slices, target_slices))
+    whole = (jnp.moveaxis(part, 0, 2).reshape(ranks, rows, count * columns) for part in results)
+    logp, entropy = (part[:, :, :length] for part in whole)
     return logp, entropy

@@ -80,6 +80,7 @@ def policy_logprobs(
         temperature=temperature,
         chunk=chunk,
         vocab_limit=vocab_limit,
+        mesh=model.mesh,
     )
 
 

@@ -16,6 +16,7 @@ from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.train import hf
 from streamrl_jax.train.models import Compute, Model, Params
+from streamrl_jax.train.models.layers import rope_tables
 from streamrl_jax.train.tensorfile import map_tensors, write_tensors
 
 from .tiny import hf_config, pack, random_params, random_sequences, shardings, tiny_model, unpack
@@ -97,6 +98,22 @@ def test_logits_equal_those_of_transformers_both_ways(
     print(f"{variant}: largest difference of a logit {inward:.1e} from theirs, {outward:.1e} to theirs")
     record_property("max_logit_difference", [inward, outward])
     assert inward < TOLERANCE and outward < TOLERANCE
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_rotary_angles_of_far_positions_equal_those_of_transformers(theta: float) -> None:
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    positions = np.array([[0, 1, 1000, 32_767, 131_071]], np.int32)
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(head_dim=64, rope_parameters={"rope_theta": theta, "rope_type": "default"})
+    )
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.tensor(positions))
+    ours = jax.jit(lambda positions: rope_tables(positions, 64, theta))(positions)
+    np.testing.assert_allclose(ours[0], cos[..., :32].numpy(), atol=1e-6)
+    np.testing.assert_allclose(ours[1], sin[..., :32].numpy(), atol=1e-6)
 
 
 @pytest.fixture(scope="module")

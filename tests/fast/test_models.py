@@ -37,7 +37,13 @@ def mean_logp(model: Model, params: Params, batch: Packed, weights: Any) -> tupl
     """A scalar that depends on all log-probs in different measure, and the log-probs."""
     hidden = model.hidden_states(params, *batch)
     logp, _ = token_logprobs(
-        hidden, model.head_weight(params), batch.tokens, batch.segment_ids, temperature=0.8, chunk=16
+        hidden,
+        model.head_weight(params),
+        batch.tokens,
+        batch.segment_ids,
+        temperature=0.8,
+        chunk=8,
+        mesh=model.mesh,
     )
     return jnp.sum(logp * weights), logp
 
