@@ -100,8 +100,8 @@ def rope_tables(
 
     The angle of pair i at position p is p * theta^(-2i / head_dim) (arXiv 2104.09864).
     """
-    # The power rounded to float32, then its float32 reciprocal: bit for bit what transformers and vLLM use. At
-    # position 30,000 one last bit would be 0.002 of an angle.
+    # The power rounded to float32, then its float32 reciprocal: bit for bit what transformers and vLLM use.
+    # At position 30,000 one last bit would be 0.002 of an angle.
     powers = (theta ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     frequencies = np.float32(1) / powers
     angles = positions[..., None].astype(jnp.float32) * frequencies
