@@ -4,8 +4,7 @@
 
     trainer thread   publish(params, v): convert bucket 0, 1, … on the devices ──▶ returns, trains on
                                              │ (fresh arrays; copies to the host begin at once)
-    writer thread                            └──▶ digest, write ──▶ … ──▶ manifest, seal ──▶ the future
-    resolves
+    writer thread                            └──▶ digest, write ──▶ … ──▶ manifest, seal ──▶ future
 
 The parameters are float32 masters; what is shipped has the checkpoint's names and layout in the generator's
 dtype. The only module of the bridge that imports JAX.
