@@ -1,0 +1,473 @@
+"""The real engine: vLLM's `AsyncLLM` under the contract of `protocol.py`. The only file that imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from streamrl_jax.bridge.manifest import summarise
+from streamrl_jax.gen import codec
+from streamrl_jax.gen.options import EngineOptions, engine_environment
+from streamrl_jax.gen.parentage import in_lasting_thread
+from streamrl_jax.gen.protocol import Delta, EngineFailed, EngineLimits
+from streamrl_jax.types import (
+    NO_VERSION,
+    Assignment,
+    FinishReason,
+    Manifest,
+    Sampling,
+    Timings,
+    UpdateReport,
+    VersionRun,
+    group_runs,
+)
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+STREAM_INTERVAL: Final = 16
+"""Tokens that vLLM gathers before it wakes the consumer of a running answer; first and last come at once."""
+
+_POLL_S: Final = 0.02
+"""Between two looks at how staging goes."""
+
+_ALIVE_S: Final = 1.0
+"""Between two looks at whether the engine's process is still there, while a call waits for it."""
+
+_FINISH: Final = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+
+
+class VllmEngine:
+    """An `Engine` over one `AsyncLLM` with dummy weights, which the first update replaces.
+
+    vLLM is imported by `start`, in a thread, so that the process answers calls meanwhile.
+
+    Args:
+        options: of the engine.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._llm: AsyncLLM | None = None
+        self._version = NO_VERSION
+        self._paused = False
+        self._description = "vllm"
+        self.tokens_total = 0
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What it can hold."""
+        return EngineLimits(self._options.max_num_seqs, self._options.max_model_len, self._description)
+
+    @property
+    def version(self) -> int:
+        """The version that it serves; -1 while it holds dummy or foreign weights."""
+        return self._version
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        """Imports vLLM, starts its processes and samples a first token.
+
+        Raises:
+            EngineFailed: it did not come up; the process's log says more.
+        """
+        report("importing vllm")
+        os.environ.update(engine_environment(self._options))
+        try:
+            await asyncio.wrap_future(in_lasting_thread(_import_vllm))
+            report("starting the engine core: it imports vllm and builds the model")
+            self._llm = await asyncio.wrap_future(in_lasting_thread(self._build))
+            report("warming up")
+            await self.forget_version()
+            await self._warm_up()
+        except EngineFailed:
+            raise
+        except Exception as error:
+            log.exception("the engine did not start")
+            raise EngineFailed(f"the engine did not start: {type(error).__name__}: {error}") from error
+
+    def _build(self) -> AsyncLLM:
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._description = f"vllm {vllm.__version__}"
+        counter = _token_counter(self._count)
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(self._options)), stat_loggers=[counter]
+        )
+
+    def _count(self, tokens: int) -> None:
+        self.tokens_total += tokens
+
+    async def _warm_up(self) -> None:
+        sampling = Sampling(1.0, 1, ())
+        async for _ in self.generate(Assignment("warm-up", 0, np.zeros(1, np.int32), sampling)):
+            pass
+
+    async def close(self) -> None:
+        """Ends the engine and its processes."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+            self._llm = None
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineFailed("the engine is not running")
+        return self._llm
+
+    async def ping(self) -> None:
+        """Returns when EngineCore has answered a question between two of its steps.
+
+        Raises:
+            EngineFailed: its process, or a worker's, is gone.
+        """
+        call = asyncio.ensure_future(self._engine.get_weight_version())
+        try:
+            while True:
+                done, _ = await asyncio.wait((call,), timeout=_ALIVE_S)
+                if self._engine.errored:
+                    raise EngineFailed("the engine core or a worker has ended; the instance's log says more")
+                if done:
+                    call.result()
+                    return
+        finally:
+            call.cancel()
+
+    # ---------------------------------------------------------------- answers
+
+    async def generate(self, assignment: Assignment) -> AsyncIterator[Delta]:
+        """Samples an answer, or the rest of one. See `Engine.generate`."""
+        from vllm.exceptions import VLLMClientError, VLLMServerError
+        from vllm.inputs import TokensPrompt
+
+        resumed = assignment.resumed.token_ids if assignment.resumed else np.zeros(0, np.int32)
+        prompt = TokensPrompt(prompt_token_ids=[*assignment.prompt_ids.tolist(), *resumed.tolist()])
+        request_id = f"{assignment.sample_id}/{assignment.attempt}"
+        parameters = sampling_parameters(assignment.sampling, len(resumed))
+        told = 0
+        try:
+            async for output in self._engine.generate(
+                prompt, parameters, request_id, priority=assignment.priority
+            ):
+                completion = output.outputs[0]
+                starts = self._version_starts(request_id, completion)
+                delta = _delta(output, completion, starts, told)
+                told += len(delta.token_ids)
+                yield delta
+        except (VLLMClientError, ValueError) as error:
+            raise ValueError(f"vLLM refuses {request_id}: {error}") from error
+        except VLLMServerError as error:
+            raise EngineFailed(f"vLLM failed at {request_id}: {error}") from error
+
+    def _version_starts(self, request_id: str, completion: CompletionOutput) -> Sequence[tuple[str, int]]:
+        """(version, index of its first token) of an answer so far.
+
+        vLLM gives them on the final output alone; of a running answer they are read where vLLM gathers
+        them. The state is there for every output that is not final: it is taken from its queue in the same
+        breath.
+        """
+        if completion.weight_versions is not None:
+            return [(span.version, span.start) for span in completion.weight_versions]
+        processor = self._engine.output_processor
+        (internal,) = processor.external_req_ids[request_id]
+        return processor.request_states[internal].weight_version_starts
+
+    async def abort(self, sample_id: str, attempt: int) -> None:
+        """Ends an answer; its iterator yields what is left, with ``FinishReason.ABORT``."""
+        await self._engine.abort(f"{sample_id}/{attempt}")
+
+    # ---------------------------------------------------------------- weights
+
+    async def update_weights(
+        self, manifest: Manifest, blob: Path, *, in_flight: bool, timeout_s: float
+    ) -> UpdateReport:
+        """Stages on every rank, and only if none found a fault pauses, applies and resumes."""
+        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        faults = await self._stage(manifest, blob, deadline)
+        staged = time.monotonic()
+        if faults:
+            await self._engine.collective_rpc("streamrl_discard")
+            reason = f"version {manifest.version} was refused: {summarise(faults)}"
+            return UpdateReport("", False, self._version, reason, staged_s=staged - began)
+        was_paused = self._paused
+        if (late := await self._hold(in_flight, deadline)) is not None:
+            await self._engine.collective_rpc("streamrl_discard")
+            return UpdateReport("", False, self._version, late, staged_s=staged - began)
+        held = time.monotonic()
+        try:
+            await self._apply(manifest.version, max(1.0, deadline - held))
+        except Exception as error:
+            log.exception("applying version %d failed", manifest.version)
+            reason = f"applying version {manifest.version} failed: {type(error).__name__}: {error}"
+            return UpdateReport("", False, NO_VERSION, reason, quarantined=True, staged_s=staged - began)
+        applied = time.monotonic()
+        if not was_paused:
+            await self._engine.resume_generation()
+        return UpdateReport(
+            "",
+            True,
+            self._version,
+            staged_s=staged - began,
+            paused_s=time.monotonic() - staged,
+            applied_s=applied - held,
+        )
+
+    async def _stage(self, manifest: Manifest, blob: Path, deadline: float) -> list[str]:
+        """Faults that any rank found, each once."""
+        message = codec.manifest_to_proto(manifest).SerializeToString()
+        await self._engine.collective_rpc("streamrl_stage", args=(message, str(blob)))
+        while True:
+            ranks: list[list[str] | None] = await self._engine.collective_rpc("streamrl_staging_faults")
+            found = [faults for faults in ranks if faults is not None]
+            if len(found) == len(ranks):
+                return list(dict.fromkeys(fault for faults in found for fault in faults))
+            if time.monotonic() > deadline:
+                return ["checking it did not end in time"]
+            await asyncio.sleep(_POLL_S)
+
+    async def _hold(self, in_flight: bool, deadline: float) -> str | None:
+        """Pauses, resets the prefix cache and marks running KV for recomputation; or says why not."""
+        # What a Pause has frozen would never finish.
+        mode = "keep" if in_flight or self._paused else "wait"
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await self._engine.pause_generation(mode=mode, clear_cache=True)
+        except TimeoutError:
+            if not self._paused:
+                await self._engine.resume_generation()
+            return (
+                "what was running did not finish within the update's bound; it goes on with the old version"
+            )
+        return None
+
+    async def _apply(self, version: int, timeout_s: float) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async with asyncio.timeout(timeout_s):
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(WeightTransferUpdateRequest({"version": version}))
+            await self._engine.finish_weight_update(weight_version=str(version))
+        self._version = version
+
+    async def forget_version(self) -> None:
+        """From now on tokens carry version -1."""
+        self._version = NO_VERSION
+        await self._engine.update_weight_version(str(NO_VERSION))
+
+    async def pause(self, *, keep: bool) -> None:
+        """Stops sampling; what runs keeps its KV, since the weights do not change."""
+        await self._engine.pause_generation(mode="keep" if keep else "wait", clear_cache=False)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Samples again."""
+        self._paused = False
+        await self._engine.resume_generation()
+
+
+# -------------------------------------------------------------------- pure parts
+
+
+def sampling_parameters(sampling: Sampling, carried: int) -> SamplingParams:
+    """vLLM's parameters for a distribution, all of them set: nothing comes from a generation config.
+
+    Args:
+        sampling: the distribution.
+        carried: tokens of the answer that an earlier attempt left.
+
+    Returns:
+        Parameters that return the sampled token's log-prob alone, as deltas.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    forced = sampling.forced_length
+    left = (forced or sampling.max_new_tokens) - carried
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p or 0.0,
+        seed=continuation_seed(sampling.seed, carried),
+        stop_token_ids=[] if forced else list(sampling.stop_token_ids),
+        ignore_eos=True,
+        max_tokens=left,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        watermarking=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=STREAM_INTERVAL,
+    )
+
+
+def continuation_seed(seed: int | None, carried: int) -> int | None:
+    """The seed of an answer that goes on.
+
+    On CPU vLLM replays a seed's noise from its first number for a continuation, whose tokens would then be
+    correlated with those at the answer's beginning; another seed is derived for it.
+
+    Args:
+        seed: of the answer; None: the engine's own generator.
+        carried: tokens that are there already.
+
+    Returns:
+        ``seed`` itself for a whole answer, else one derived from both numbers.
+    """
+    if seed is None or not carried:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{carried}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> np.ndarray:
+    """Picks the sampled token's log-prob at each position.
+
+    Args:
+        token_ids: sampled, in order.
+        logprobs: vLLM's `FlatLogprobs` of the same positions, which may hold further ids in any order.
+
+    Returns:
+        float32, one a token.
+
+    Raises:
+        ValueError: a position lacks its token.
+    """
+    if list(logprobs.token_ids) == list(token_ids):  # one entry a position, the usual case
+        return np.asarray(logprobs.logprobs, np.float32)
+    picked: list[float] = []
+    for token, start, end in zip(token_ids, logprobs.start_indices, logprobs.end_indices, strict=True):
+        picked.append(logprobs.logprobs[logprobs.token_ids.index(token, start, end)])
+    return np.asarray(picked, np.float32)
+
+
+def token_versions(starts: Sequence[tuple[str, int]], first: int, count: int) -> tuple[VersionRun, ...]:
+    """Versions of the tokens ``first`` to ``first + count`` of an answer.
+
+    Args:
+        starts: (version, index of its first token), ascending.
+        first: index of the first token asked for.
+        count: how many.
+
+    Returns:
+        Their runs.
+    """
+    versions: list[int] = []
+    for index in range(first, first + count):
+        versions.append(int([version for version, start in starts if start <= index][-1]))
+    return group_runs(versions)
+
+
+def _delta(
+    output: RequestOutput, completion: CompletionOutput, starts: Sequence[tuple[str, int]], told: int
+) -> Delta:
+    ids = list(completion.token_ids)
+    reason = completion.finish_reason
+    if reason is not None and reason not in _FINISH:
+        raise EngineFailed(f"vLLM ended {output.request_id} with finish reason {reason!r}")
+    return Delta(
+        np.asarray(ids, np.int32),
+        sampled_logprobs(ids, completion.logprobs) if ids else np.zeros(0, np.float32),
+        token_versions(starts, told, len(ids)),
+        None if reason is None else _FINISH[reason],
+        Timings() if reason is None else _timings(output.metrics),
+    )
+
+
+def _timings(stats: Any) -> Timings:
+    """Durations from EngineCore's own time stamps; 0 for a stage that an aborted answer did not reach."""
+    stages = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
+    spans = [end - start if end else 0.0 for start, end in pairwise(stages)]
+    return Timings(*(max(0.0, span) for span in spans))
+
+
+def engine_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`.
+
+    Args:
+        options: of the engine.
+
+    Returns:
+        Keyword arguments, plain values but for the weight-transfer configuration.
+    """
+    from vllm.config import WeightTransferConfig
+
+    from streamrl_jax.gen.weights import BACKEND, WORKER_EXTENSION
+
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        # Weights come by the first update; token ids go in and out, so no tokenizer is needed either.
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        # Log-probs of the distribution that was sampled from, and no sampling values of the checkpoint's own.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        # A tied head would keep the old embedding after an update: untie it and ship it by name.
+        "hf_overrides": {"tie_word_embeddings": False},
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": WORKER_EXTENSION,
+        "scheduling_policy": "priority",
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "disable_log_stats": True,
+    }
+    if options.on_cpu:
+        arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return arguments
+
+
+def _import_vllm() -> None:
+    import vllm.v1.engine.async_llm
+
+    log.info("vllm %s imported", vllm.__version__)
+
+
+def _token_counter(count: Callable[[int], None]) -> Callable[..., Any]:
+    """A factory of vLLM stat loggers that hand on how many tokens each step sampled."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Counter(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            if iteration_stats is not None:
+                count(iteration_stats.num_generation_tokens)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Counter

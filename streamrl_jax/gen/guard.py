@@ -1,0 +1,116 @@
+"""A tiny process between a launcher and an instance, which ends the whole instance when either is gone.
+
+    launcher ──pipe──▶ guard ──▶ instance (a session of its own) ──▶ EngineCore ──▶ workers
+
+The guard imports nothing heavy and runs one thread, so that it works when the launcher was killed, and when
+the instance or its engine is stopped or hangs. What ends it ends the instance: the launcher closes the pipe
+(or dies, which closes it too), SIGTERM, or the instance's own end. Everything is then ended: SIGTERM to the
+instance, and after a grace SIGKILL to its whole process group. If the guard itself is killed, the chain of
+parent-death signals (`parentage.die_with`) takes the instance down.
+
+Run as ``python -m streamrl_jax.gen.guard PIPE_FD PARENT_PID GRACE_S COMMAND...``; exits as the instance
+did, or with 128 and the number of the signal that ended it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from streamrl_jax.gen.parentage import adopt_orphans, die_with
+
+_TICK_S: Final = 0.5
+_TRACKERS_S: Final = 1.0
+"""Python's resource trackers get so long to unlink the shared memory of the processes that were killed."""
+
+
+def group_members(group: int) -> Iterator[tuple[int, bytes]]:
+    """Processes of a group that have not ended: id and command line."""
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{entry.name}/stat", "rb") as file:
+                state, _, process_group = file.read().rpartition(b")")[2].split()[:3]
+            with open(f"/proc/{entry.name}/cmdline", "rb") as file:
+                command = file.read()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(process_group) == group and state not in (b"Z", b"X"):
+            yield int(entry.name), command
+
+
+def kill_group(group: int) -> None:
+    """Kills every process of a group: resource trackers last, so that no shared memory is left behind."""
+    for pid, command in group_members(group):
+        if b"resource_tracker" not in command:
+            _signal(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _TRACKERS_S
+    while time.monotonic() < deadline and any(True for _ in group_members(group)):
+        time.sleep(0.02)
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _watch(lifeline: int, parent: int, child: subprocess.Popen[bytes], told: list[int]) -> None:
+    """Returns when the launcher or the instance is gone, or a signal came."""
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN | select.POLLHUP)
+    while child.poll() is None and not told:
+        # A forked child of the launcher may hold the pipe open after its death; the new parent tells.
+        if poller.poll(_TICK_S * 1000) or os.getppid() != parent:
+            return
+
+
+def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
+    """Ends the instance and all that it started; its exit code, or 128 and a signal's number."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+    kill_group(child.pid)
+    code = child.wait()
+    while True:  # orphans that came to the guard
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code if code >= 0 else 128 - code
+
+
+def main(arguments: list[str]) -> int:
+    """Guards one instance; see the module's docstring for the arguments."""
+    lifeline, parent, grace_s = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda got, _: told.append(got))
+    adopt_orphans()
+    guard = os.getpid()
+    child = subprocess.Popen(
+        arguments[3:],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: die_with(guard),
+    )
+    _watch(lifeline, parent, child, told)
+    return _end(child, grace_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

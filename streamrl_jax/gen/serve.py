@@ -1,0 +1,104 @@
+"""One instance as a process: a server that answers at once, and behind it an engine that loads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Final
+
+from streamrl_jax.gen import net
+from streamrl_jax.gen.host import host_id
+from streamrl_jax.gen.options import InstanceSpec
+from streamrl_jax.gen.protocol import Engine, EngineFailed
+from streamrl_jax.gen.service import GenerationService, Identity
+from streamrl_jax.gen.updates import Pull
+from streamrl_jax.proto import streamrl_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+LINGER_S: Final = 5.0
+"""So long a failed instance still answers, so that its controller reads why."""
+
+CLOSE_S: Final = 10.0
+"""Bound on the engine's orderly end."""
+
+
+async def serve(spec: InstanceSpec, engine: Engine, pull: Pull | None = None) -> int:
+    """Serves one instance until it is told to end or its engine fails.
+
+    Args:
+        spec: of the instance.
+        engine: not yet started.
+        pull: fetches versions from a store; None: only the same host's memory is read.
+
+    Returns:
+        Exit code: 0 when told to end, 1 when the engine failed.
+
+    Raises:
+        UserError: the address cannot be bound, or the token not be read.
+    """
+    token = net.read_token(spec.token_file)
+    service = GenerationService(
+        engine, Identity(spec.name, spec.lookahead, host_id(), fence=spec.fence), pull
+    )
+    server = net.make_server(token)
+    rpc.add_StreamGenerationServicer_to_server(service, server)
+    address = net.bind(server, spec.listen, insecure=spec.insecure, token=token)
+    told = _told_to_end()
+    await server.start()
+    log.info("%s answers at %s", spec.name, address)
+    if spec.address_file:
+        _announce(address, Path(spec.address_file))
+    life = asyncio.create_task(service.run())
+    try:
+        return await _until_the_end(life, told)
+    finally:
+        life.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineFailed):
+            await life
+        await server.stop(0.5)
+        await _close(engine)
+
+
+def _told_to_end() -> asyncio.Event:
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    return told
+
+
+async def _until_the_end(life: asyncio.Task[None], told: asyncio.Event) -> int:
+    end = asyncio.create_task(told.wait())
+    try:
+        await asyncio.wait((life, end), return_when=asyncio.FIRST_COMPLETED)
+        if not life.done():
+            log.info("told to end")
+            return 0
+        try:
+            life.result()
+        except EngineFailed as error:
+            log.error("%s; ends in %.0f s", error, LINGER_S)
+        await asyncio.wait((end,), timeout=LINGER_S)
+        return 1
+    finally:
+        end.cancel()
+
+
+async def _close(engine: Engine) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await engine.close()
+    except TimeoutError:
+        log.warning("the engine did not end within %.0f s; it ends with this process", CLOSE_S)
+
+
+def _announce(address: str, path: Path) -> None:
+    """Writes where the instance answers; whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    part.rename(path)
