@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -312,7 +313,9 @@ class Controller:
                 answer.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        try:
-            return answer.result(_ASK_S)
-        except concurrent.futures.TimeoutError:
-            raise ControlError(f"the controller's loop did not answer within {_ASK_S:g} s") from None
+        for _ in range(int(_ASK_S / _TICK_S)):
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                return answer.result(_TICK_S)
+            if not self._thread.is_alive() and not answer.done():
+                raise ControlError("the controller was closed")
+        raise ControlError(f"the controller's loop did not answer within {_ASK_S:g} s")

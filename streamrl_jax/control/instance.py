@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 
 from streamrl_jax.control.events import (
     Activity,
-    ActivityClock,
     ControlEvent,
     EventKind,
     InstanceView,
-    TokenRate,
 )
 from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.lease import Lease
-from streamrl_jax.control.link import Link, user_error
+from streamrl_jax.control.link import Link
+from streamrl_jax.control.meter import ActivityClock, TokenRate
 from streamrl_jax.control.queue import Room
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Shelf
+from streamrl_jax.control.startup import check_process, until_loaded
 from streamrl_jax.control.tasks import until_one_ends
 from streamrl_jax.control.updates import pick_source, push
 from streamrl_jax.control.work import Work
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen.client import Drained, InstanceClient, InstanceError, StreamEvent
+from streamrl_jax.gen.client import InstanceClient, StreamEvent
 from streamrl_jax.gen.launch import Launched, Launcher
 from streamrl_jax.types import (
     NO_VERSION,
@@ -42,7 +42,6 @@ from streamrl_jax.types import (
     UpdateReport,
 )
 
-_POLL_S = 1.0  # between two looks at an instance that starts
 _TICK_S = 0.5  # between two judgements of one that runs
 _LATE_S = 1.0  # a tick later than this: this process itself was stopped
 
@@ -166,7 +165,7 @@ class Instance:
         """
         while True:
             launched, reason = await self._one_life()
-            if (gone := self._bury(reason, launched)) is not None:
+            if (gone := self._allow_another(launched, reason)) is not None:
                 return gone
 
     async def _one_life(self) -> tuple[Launched | None, str]:
@@ -175,11 +174,9 @@ class Instance:
             launched = await self._launch()
             await self._live(launched)
         except InstanceLost as lost:
+            self._take_back(str(lost))  # before its process is ended, which may take a while
             return launched, str(lost)
         finally:
-            self.loaded = False
-            self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
-            self._note(time.monotonic())
             if launched is not None:
                 await launched.stop()
         raise AssertionError("a life ends with its loss")
@@ -190,15 +187,21 @@ class Instance:
         except UserError as error:
             if not self._ever_loaded:
                 raise
-            raise InstanceLost(
-                str(error)
-            ) from error  # it worked before: one of the restarts that are allowed
+            # It worked before: this is one of the restarts that are allowed.
+            raise InstanceLost(str(error)) from error
 
     async def _live(self, launched: Launched) -> None:
         self._address = launched.address
         client = InstanceClient(launched.address, self._shared.token)
         try:
-            await self._wait_until_loaded(client, launched)
+            await until_loaded(
+                self.name,
+                client,
+                launched,
+                self._settings.start_timeout_s,
+                lambda phase, waited: self._emit(EventKind.PHASE, phase, seconds=waited),
+                min(1.0, self._settings.heartbeat_interval_s),
+            )
             link = Link(
                 self.name,
                 client,
@@ -224,37 +227,13 @@ class Instance:
             if self._link is not None:
                 await self._link.close()
                 self._other_fence_dropped = self.other_fence_dropped
-            self._link, self.version = None, NO_VERSION
+            self._link, self.version, self.loaded = None, NO_VERSION, False
+            self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
+            self._note(time.monotonic())
             await client.close()
 
-    async def _wait_until_loaded(self, client: InstanceClient, launched: Launched) -> None:
-        began = time.monotonic()
-        phase = "the process starts"
-        while True:
-            self._check_process(launched)
-            try:
-                self._status, _ = await client.status(timeout_s=5 * _POLL_S)
-                phase = self._status.phase or phase
-            except InstanceError as error:
-                if not error.transient:
-                    raise user_error(self.name, error) or InstanceLost(str(error)) from error
-            if self._status.state is InstanceState.FAILED:
-                phase = f"it reports that it failed: {self._status.message}"
-                if launched.managed:
-                    raise InstanceLost(phase)
-            elif self._status.state is not InstanceState.LOADING:
-                return
-            waited = time.monotonic() - began
-            if waited > self._settings.start_timeout_s:
-                raise InstanceLost(
-                    f"it was not loaded within {self._settings.start_timeout_s:g} s (gen.start_timeout_s); "
-                    f"its last phase: {phase}"
-                )
-            self._emit(EventKind.PHASE, phase, seconds=waited)
-            await asyncio.sleep(min(_POLL_S, self._settings.heartbeat_interval_s))
-
-    def _bury(self, reason: str, launched: Launched | None) -> str | None:
-        """Takes its work back. Returns why it is given up, or None: it is started anew."""
+    def _take_back(self, reason: str) -> None:
+        """Hands its samples to the others."""
         lost = self._shared.work.lost(self.name)
         self._emit(EventKind.LOST, reason)
         if lost:
@@ -263,6 +242,9 @@ class Instance:
             UpdateReport(self.name, False, NO_VERSION, f"lost: {reason}; it gets the version when it is back")
         )
         self._shared.pump()
+
+    def _allow_another(self, launched: Launched | None, reason: str) -> str | None:
+        """Returns why it is given up, or None: it is started anew."""
         # What never came up will hardly come up at the fifth try.
         allowed = self._settings.max_restarts if self._ever_loaded else min(1, self._settings.max_restarts)
         if self._restarts >= allowed:
@@ -299,8 +281,6 @@ class Instance:
             case Rejection():
                 self._believe(event.reason)
                 work.rejected(fence, event, self.name)
-            case Drained():
-                pass  # asked for by nobody yet
             case _:
                 return
         self._note(now)
@@ -323,13 +303,9 @@ class Instance:
             if now - due > _LATE_S:
                 self._lease.forgive(now - due)
             due = now + min(_TICK_S, self._settings.lease_s / 4)
-            self._check_process(launched)
+            check_process(launched)
             if reason := self._lease.verdict(now, self._shared.work.ledger.held_count(self.name)):
                 raise InstanceLost(reason)
-
-    def _check_process(self, launched: Launched) -> None:
-        if (ended := launched.ended()) is not None:
-            raise InstanceLost(f"its process ended ({ended})")
 
     async def _keep_updated(self, client: InstanceClient) -> None:
         """Loads the newest version whenever it serves an older one."""

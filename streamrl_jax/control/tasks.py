@@ -16,7 +16,7 @@ async def until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         coroutines: what to run.
 
     Raises:
-        BaseException: what one of them raised; of several, one that ends the run goes before the loss of an
+        Exception: what one of them raised; of several, one that ends the run goes before the loss of an
         instance.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
@@ -26,8 +26,7 @@ async def until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        errors = [
-            o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, asyncio.CancelledError)
-        ]
-        for error in sorted(errors, key=lambda error: isinstance(error, InstanceLost)):
-            raise error
+    # Not reached when this call itself was cancelled: that must not turn into the loss of an instance.
+    errors = [o for o in outcomes if isinstance(o, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, InstanceLost)):
+        raise error

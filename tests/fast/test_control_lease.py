@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl_jax.control.events import Activity, ActivityClock, TokenRate
+from streamrl_jax.control.events import Activity
 from streamrl_jax.control.lease import Lease, LeaseBounds
+from streamrl_jax.control.meter import ActivityClock, TokenRate
 from streamrl_jax.control.shelf import Publication, Shelf
 from streamrl_jax.types import Fence, InstanceState, InstanceStatus, Manifest, WeightSource
 

@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax.control.controller import PROBE_PRIORITY
-from streamrl_jax.control.faults import ControlError, RewardError
+from streamrl_jax.control.faults import ControlError, InstanceLost, RewardError
 from streamrl_jax.control.jobs import Job, engine_priority
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.partials import extend, resumable
 from streamrl_jax.control.queue import HeldQueue, Room
 from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.control.tasks import until_one_ends
 from streamrl_jax.control.work import Work
 from streamrl_jax.errors import UserError
 from streamrl_jax.rewards import RewardFn, RewardResult
@@ -323,3 +324,39 @@ def test_reward_that_hangs_is_named_and_does_not_keep_anything_waiting() -> None
         run_rewards(hang, watch, timeout_s=0.2)
     assert time.monotonic() - began < 4
     release.set()
+
+
+# ---------------------------------------------------------------- several coroutines as one
+
+
+async def fails(error: Exception, after_s: float = 0.0) -> None:
+    await asyncio.sleep(after_s)
+    raise error
+
+
+async def fails_when_cancelled() -> None:
+    try:
+        await asyncio.sleep(30)
+    except asyncio.CancelledError:
+        raise InstanceLost("stream broke") from None
+
+
+def test_the_first_error_ends_all_and_is_raised() -> None:
+    with pytest.raises(KeyError):
+        asyncio.run(until_one_ends(asyncio.sleep(30), fails(KeyError("a")), fails(ValueError("b"), 30)))
+
+
+def test_an_error_that_ends_the_run_goes_before_a_loss() -> None:
+    with pytest.raises(ControlError):
+        asyncio.run(until_one_ends(fails(InstanceLost("a")), fails(ControlError("b"))))
+
+
+def test_a_cancellation_is_not_taken_for_a_loss() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(until_one_ends(fails_when_cancelled()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
