@@ -116,19 +116,16 @@ class Controller:
     def publish(
         self, manifest: Manifest, source: WeightSource, release: Callable[[], None] = lambda: None
     ) -> Future[list[UpdateReport]]:
-        """Brings a version to every instance, each as soon as what it runs is finished (or in flight, by
-        setting).
+        """Brings a version to every instance, after what it runs (or in flight, if so set).
 
         Args:
             manifest: what the version consists of.
             source: where its bytes lie; it must last until ``release`` is called.
-            release: called once, on the controller's thread, when no instance needs the source any more: a
-            newer version
-                is out, and nobody loads this one.
+            release: called once, on the controller's thread, when no instance needs the source any more:
+                a newer version is out, and nobody loads this one.
 
         Returns:
-            One report per instance, when each has the version, or is lost (it gets the version when it is
-            back).
+            One report per instance, when each has the version, or is lost (it gets it when it is back).
         """
         done: Future[list[UpdateReport]] = Future()
         publication = Publication(manifest, source, release, time.monotonic())

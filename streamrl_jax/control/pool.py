@@ -83,9 +83,8 @@ class Pool:
 
         Args:
             publication: the version.
-            done: gets one report per instance; one that is lost meanwhile reports so, and gets the version
-            (or a
-                newer one) before its first sample.
+            done: gets one report per instance; one that is lost meanwhile reports so, and gets the
+                version (or a newer one) before its first sample.
         """
         for version in self.shelf.put(publication):
             self._emit(ControlEvent(EventKind.RELEASED, version=version))

@@ -98,8 +98,7 @@ class RewardWorkers:
 
         Args:
             timeout_s: bound on the wait for calls that run. One that still runs then is left to its thread,
-            which
-                ends with the process.
+                which ends with the process.
         """
         self._closing = True
         for _ in self._threads:

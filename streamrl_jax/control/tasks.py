@@ -17,7 +17,7 @@ async def until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
 
     Raises:
         Exception: what one of them raised; of several, one that ends the run goes before the loss of an
-        instance.
+            instance.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -73,8 +73,7 @@ async def push(
 
     Raises:
         ControlError: the instance refused the version; names every fault. A version that does not match its
-        digests
-            always stops the run.
+            digests always stops the run.
         InstanceLost: the instance must be started anew.
         UserError: another run holds the instance.
     """
