@@ -100,7 +100,8 @@ def create(path: Path, config_toml: str, forked_from: str = "") -> Iterator[RunD
     """Makes a run directory and holds it.
 
     It appears under its name complete and locked, or not at all. When the body ends in a `UserError` before
-    any progress was made, the directory is removed again, so that the corrected command finds the name free.
+    there is progress or a log, the directory is removed again, so that the corrected command finds the name
+    free.
 
     Args:
         path: Where; nothing may be there but an empty directory.
@@ -132,7 +133,7 @@ def create(path: Path, config_toml: str, forked_from: str = "") -> Iterator[RunD
         try:
             yield run
         except UserError:
-            if not run.has_progress:
+            if not run.has_progress and not any(run.logs.iterdir()):
                 shutil.rmtree(path)
             raise
 

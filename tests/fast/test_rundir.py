@@ -63,9 +63,12 @@ def test_what_has_progress_or_failed_otherwise_stays(tmp_path: Path) -> None:
     with pytest.raises(UserError), rundir.create(tmp_path / "far", "") as run:
         (run.checkpoints / "step_1").mkdir()
         raise UserError("the reward function failed")
+    with pytest.raises(UserError), rundir.create(tmp_path / "logged", "") as run:
+        (run.logs / "instance-0.log").write_text("why it did not start")
+        raise UserError("instance-0 did not start")
     with pytest.raises(ZeroDivisionError), rundir.create(tmp_path / "crashed", ""):
         raise ZeroDivisionError
-    assert (tmp_path / "far" / "run.json").exists() and (tmp_path / "crashed" / "run.json").exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["crashed", "far", "logged"]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

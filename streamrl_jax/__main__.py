@@ -1,0 +1,7 @@
+"""`python -m streamrl_jax` is `streamrl`."""
+
+import sys
+
+from streamrl_jax.cli import main
+
+sys.exit(main())

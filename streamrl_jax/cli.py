@@ -1,0 +1,334 @@
+"""`streamrl …`: parses and wires, nothing else.
+
+JAX, vLLM and their like are imported by the command that needs them: help and dry runs answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from streamrl_jax import __version__
+from streamrl_jax.errors import USER_ERROR_EXIT_CODE, UserError
+
+if TYPE_CHECKING:
+    from streamrl_jax.config import Config
+
+INTERRUPTED_EXIT_CODE: Final = 130
+STOPPED_EXIT_CODE: Final = 75  # EX_TEMPFAIL: the same command with --resume goes on
+
+_OVERRIDE_OPTION: Final = re.compile(r"--(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)+)(?P<value>=.*)?", re.DOTALL)
+_OVERRIDE_WORD: Final = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        summary: What it does, in a line.
+        options: Adds its options to a parser.
+        run: Does it; gives the exit code.
+        settings: What its configuration files are called in the usage; empty: it takes none.
+    """
+
+    summary: str
+    options: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    settings: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+        argv: Arguments without the program's name; None: those of the process.
+
+    Returns:
+        Exit code: 2 for what the user can put right, which is printed as one paragraph; 75 when a
+        signal ended a run, after a checkpoint; 130 after Ctrl-C. Faults of the program keep their traceback.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"streamrl: error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        print("streamrl: interrupted", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if argv else USER_ERROR_EXIT_CODE
+    if argv[0] in ("-V", "--version"):
+        print(f"streamrl {__version__}")
+        return 0
+    name, *rest = argv
+    command = COMMANDS.get(name)
+    if command is None:
+        raise UserError(
+            f"There is no command {name!r}; the commands are {', '.join(COMMANDS)} (streamrl --help)."
+        )
+    return command.run(_parse(name, command, rest))
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"streamrl {__version__}: disaggregated RL post-training of language models, JAX trainer, vLLM "
+            "generation",
+            "",
+            "usage: streamrl COMMAND ... (streamrl COMMAND --help tells more)",
+            "",
+            *lines,
+        ]
+    )
+
+
+def _parse(name: str, command: Command, rest: Sequence[str]) -> Namespace:
+    """Parses a command's arguments; `files` and `overrides` hold the configuration's."""
+    parser = ArgumentParser(prog=f"streamrl {name}", description=command.summary, allow_abbrev=False)
+    overrides: list[str] = []
+    if command.settings:
+        rest, overrides = split_overrides(rest)
+        parser.epilog = (
+            "Any key of the configuration can be given as section.key=value or --section.key value."
+        )
+        parser.add_argument(
+            "settings", nargs="*", metavar=command.settings, help="TOML files, the later over the earlier"
+        )
+    command.options(parser)
+    arguments, unknown = parser.parse_known_intermixed_args(rest)
+    if unknown:
+        raise UserError(_unknown_option(name, unknown[0], bool(command.settings)))
+    arguments.overrides = overrides
+    _add_settings(arguments, getattr(arguments, "settings", []))
+    return arguments
+
+
+def _add_settings(arguments: Namespace, words: Sequence[str]) -> None:
+    """Tells files and overrides apart."""
+    arguments.files = [Path(word) for word in words if not _OVERRIDE_WORD.fullmatch(word)]
+    arguments.overrides += [word for word in words if _OVERRIDE_WORD.fullmatch(word)]
+
+
+def _is_setting(word: str) -> bool:
+    return word.endswith(".toml") or _OVERRIDE_WORD.fullmatch(word) is not None
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes `--section.key value` and `--section.key=value` out of a command line.
+
+    Args:
+        arguments: The command's arguments.
+
+    Returns:
+        The other arguments, and the overrides as `section.key=value`.
+
+    Raises:
+        UserError: An option of that form has no value.
+    """
+    others: list[str] = []
+    overrides: list[str] = []
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        match = _OVERRIDE_OPTION.fullmatch(argument)
+        if match is None:
+            others.append(argument)
+        elif match["value"] is not None:
+            overrides.append(match["key"] + match["value"])
+        elif pending:
+            overrides.append(f"{match['key']}={pending.pop(0)}")
+        else:
+            raise UserError(
+                f"{argument} has no value; write {argument} VALUE, or {argument.removeprefix('--')}=VALUE."
+            )
+    return others, overrides
+
+
+def _unknown_option(name: str, option: str, takes_config: bool) -> str:
+    remedy = f"streamrl {name} --help lists the options"
+    if takes_config and option.startswith("--"):
+        from streamrl_jax.config_faults import did_you_mean
+
+        key = option[2:].split("=")[0]
+        remedy += f"; a key of the configuration is given with its section: {did_you_mean(key)}"
+    return f"streamrl {name} does not know {option}; {remedy}."
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def _train_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, start nothing")
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN_DIR", help="go on from the newest checkpoint of a run"
+    )
+    parser.add_argument(
+        "--fork-from",
+        metavar="RUN_DIR[@STEP]",
+        help="start a new run from a checkpoint of another, with its settings",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="run directory; default: run.dir/run.name"
+    )
+
+
+def _train(arguments: Namespace) -> int:
+    from streamrl_jax.starts import plan_start
+
+    if arguments.resume and (
+        arguments.resume.endswith(".toml") or _OVERRIDE_WORD.fullmatch(arguments.resume)
+    ):
+        # `--resume base.toml`: argparse took the first of the settings for the option's value.
+        _add_settings(arguments, [arguments.resume, *arguments.settings])
+        arguments.resume = ""
+    start = plan_start(
+        arguments.files, arguments.overrides, arguments.resume, arguments.fork_from, arguments.run_dir
+    )
+    for note in start.notes:
+        print(f"streamrl: note: {note}", file=sys.stderr)
+    if arguments.dry_run:
+        from streamrl_jax.dryrun import dry_run
+
+        print(dry_run(start))
+        return 0
+    from streamrl_jax.main_job import train
+
+    result = train(start.config, start.run_dir, resume=start.resume, fork=start.fork)
+    if not result.stopped_by:
+        return 0
+    print(
+        f"streamrl: stopped by {result.stopped_by} after step {result.version}; go on with "
+        f"streamrl train --resume {result.run_dir}",
+        file=sys.stderr,
+    )
+    return STOPPED_EXIT_CODE
+
+
+def _gen_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--listen", required=True, metavar="HOST:PORT", help="address to serve on; port 0: any free one"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="shared secret; default: security.token_file"
+    )
+    parser.add_argument("--name", default="", help="name of the instance; default: host name and port")
+
+
+def _gen(arguments: Namespace) -> int:
+    from streamrl_jax.instances import serve_standalone
+
+    serve_standalone(_load(arguments), arguments.listen, arguments.token_file, arguments.name)
+
+
+def _sft_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the checkpoint goes")
+
+
+def _sft(arguments: Namespace) -> int:
+    from streamrl_jax.warmstart import run
+
+    run(_load(arguments), arguments.out)
+    return 0
+
+
+def _export_options(parser: ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint"
+    )
+    parser.add_argument(
+        "--step", default="newest", metavar="N", help="a step, newest or best; default: newest"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: that of the engine, gen.dtype"
+    )
+
+
+def _export(arguments: Namespace) -> int:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the run may hold the GPUs, and nothing is computed
+    from streamrl_jax.export import export
+
+    written = export(arguments.run_dir, arguments.out, step=arguments.step, dtype=arguments.dtype)
+    print(
+        f"{written.path}: step {written.step} of {arguments.run_dir} in {written.dtype}, the rest from "
+        f"{written.source}"
+    )
+    return 0
+
+
+def _eval_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="what is evaluated; default: model.path"
+    )
+
+
+def _eval(arguments: Namespace) -> int:
+    from streamrl_jax.evaluate import run
+
+    run(_load(arguments), arguments.checkpoint)
+    return 0
+
+
+def _demo_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, help="default: that of the configuration")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="run directory; default: a new one under runs/"
+    )
+
+
+def _demo(arguments: Namespace) -> int:
+    from streamrl_jax.demo import run
+
+    seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
+    return run(arguments.files, [*seed, *arguments.overrides], arguments.run_dir)
+
+
+def _doctor_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--gen-python", action="append", default=[], metavar="PYTHON", help="a generation environment's"
+    )
+
+
+def _doctor(arguments: Namespace) -> int:
+    from streamrl_jax import doctor
+
+    return doctor.main(arguments.gen_python)
+
+
+def _load(arguments: Namespace) -> Config:
+    """The configuration of a command that needs one."""
+    from streamrl_jax.config_io import load_config
+
+    if not arguments.files:
+        raise UserError("A configuration file is needed, as in configs/demo.toml; configs/ holds examples.")
+    return load_config(arguments.files, arguments.overrides)
+
+
+COMMANDS: Final[Mapping[str, Command]] = {
+    "train": Command(
+        "the main job: RL, with local generation instances or endpoints", _train_options, _train, "CONFIG"
+    ),
+    "gen": Command("one generation instance, for another host", _gen_options, _gen, "CONFIG"),
+    "sft": Command("a supervised warm start", _sft_options, _sft, "CONFIG"),
+    "eval": Command(
+        "accuracy and pass@k of a checkpoint on held-out prompts", _eval_options, _eval, "CONFIG"
+    ),
+    "export": Command("a Hugging Face checkpoint of a run", _export_options, _export),
+    "demo": Command(
+        "warm start, RL, evaluation and export on this machine, in minutes", _demo_options, _demo, "CONFIG"
+    ),
+    "doctor": Command("is this machine fit for a run, and if not, what to do", _doctor_options, _doctor),
+}

@@ -1,0 +1,189 @@
+"""`streamrl train --dry-run`: everything that can be told and checked without devices, engines and JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from streamrl_jax.batch_arithmetic import batch_arithmetic
+from streamrl_jax.config import Config
+from streamrl_jax.config_io import FUNCTION_KEYS, dump_config
+from streamrl_jax.devices import DeviceSplit, Machine, look_around, split_devices, trainer_environment
+from streamrl_jax.errors import UserError
+from streamrl_jax.gen.options import engine_environment
+from streamrl_jax.instances import engine_options
+from streamrl_jax.model_source import looks_like_hub_id
+from streamrl_jax.starts import Start
+from streamrl_jax.tasks import TASK_PREFIX, load_task
+from streamrl_jax.train.arch import arch_from_hf
+from streamrl_jax.train.shapes import fill_axes
+
+
+def dry_run(start: Start, machine: Machine | None = None) -> str:
+    """Says what a run would do.
+
+    Args:
+        start: The run.
+        machine: Its devices; None: those of this machine.
+
+    Returns:
+        The resolved configuration as TOML, with batches, devices and processes as comments below it.
+
+    Raises:
+        UserError: What can be checked here is wrong; every fault at once.
+    """
+    config = start.config
+    machine = machine or look_around(os.environ)
+    report: list[str] = []
+    faults: list[str] = []
+    parts = (_batches, _devices, partial(_processes, run_dir=start.run_dir))
+    for part in parts:
+        _collect(faults, lambda part=part: report.append(part(config, machine)))
+    for check in (_check_models, _check_data, _check_files):
+        _collect(faults, lambda check=check: faults.extend(check(config)))
+    if not start.resume and start.run_dir.exists() and any(start.run_dir.iterdir()):
+        faults.append(
+            f"run directory {start.run_dir} exists; go on with it by --resume, or choose another run.name"
+        )
+    if faults:
+        raise UserError("; ".join(dict.fromkeys(faults)) + ".")
+    comments = "\n\n".join([f"run directory\n{start.run_dir}", *report])
+    return dump_config(config) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments.splitlines())
+
+
+def _collect(faults: list[str], act: Callable[[], object]) -> None:
+    """Turns the error of one part into a fault, so that the others are still looked at."""
+    try:
+        act()
+    except UserError as error:
+        faults.append(str(error).rstrip("."))
+
+
+def _batches(config: Config, machine: Machine) -> str:
+    devices = _trainer_devices(config, split_devices(config, machine))
+    mesh = config.trainer.mesh
+    axes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    filled = fill_axes(axes, devices, "trainer")
+    shape = ", ".join(f"{name} {size}" for name, size in filled.items())
+    arithmetic = batch_arithmetic(config, filled["data"] * filled["fsdp"])
+    return f"batches\n{arithmetic}\n\nmesh over {devices} trainer devices: {shape}"
+
+
+def _trainer_devices(config: Config, split: DeviceSplit) -> int:
+    """On a CPU a mesh of fixed axes says how many virtual devices the run is meant for."""
+    if split.trainer:
+        return len(split.trainer)
+    mesh = config.trainer.mesh
+    fixed = 1
+    for size in (mesh.data, mesh.fsdp, mesh.tensor):
+        fixed *= max(size, 1)
+    return fixed
+
+
+def _devices(config: Config, machine: Machine) -> str:
+    split = split_devices(config, machine)
+    lines = ["devices", f"trainer     {'GPU ' + ','.join(split.trainer) if split.trainer else 'CPU'}"]
+    lines += [f"instance-{index}  {_device_text(entry)}" for index, entry in enumerate(split.instances)]
+    lines += [f"endpoint-{index}  {address}" for index, address in enumerate(config.gen.endpoints)]
+    named = {
+        gpu
+        for entry in (*split.instances, *split.trainer)
+        if not entry.startswith("cpu")
+        for gpu in entry.split(",")
+    }
+    if absent := sorted(named - set(machine.gpus)):
+        lines.append(
+            f"(this machine does not show the GPUs {', '.join(absent)}; the run needs one that has them)"
+        )
+    return "\n".join(lines)
+
+
+def _device_text(entry: str) -> str:
+    return f"cores {entry.removeprefix('cpu:')}" if entry.startswith("cpu:") else f"GPU {entry}"
+
+
+def _processes(config: Config, machine: Machine, run_dir: Path) -> str:
+    split = split_devices(config, machine)
+    python = config.gen.python or sys.executable
+    trainer = _command(trainer_environment(config, split), "streamrl train ... (this command)")
+    lines = ["processes", f"trainer     {trainer}"]
+    for index, device in enumerate(split.instances):
+        options = engine_options(config, config.model.path, device)
+        command = f"{python} -P -m streamrl_jax.gen.instance --spec {run_dir}/instances/instance-{index}.json"
+        lines.append(f"instance-{index}  {_command(engine_environment(options), command)}")
+    return "\n".join(lines)
+
+
+def _command(environment: Mapping[str, str], command: str) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), command])
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def _check_models(config: Config) -> list[str]:
+    if not config.model.path:
+        return [
+            "model.path is empty; give a checkpoint directory, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        ]
+    faults: list[str] = []
+    for name, text in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
+        if text:
+            _collect(faults, lambda name=name, text=text: _check_model(name, Path(text), config))
+    return faults
+
+
+def _check_model(name: str, path: Path, config: Config) -> None:
+    if not path.is_dir():
+        if path.is_absolute() or not looks_like_hub_id(str(path)):
+            raise UserError(
+                f"{name} = {str(path)!r}: there is no such directory, and it has not the form of a hub id"
+            )
+        return
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"{path}: no config.json; {name} is not a Hugging Face checkpoint directory")
+    try:
+        arch = arch_from_hf(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if config.longest_sample > arch.max_positions:
+        raise UserError(
+            f"data.max_prompt_length + data.max_response_length = {config.longest_sample} is more than the "
+            f"model was made for: max_position_embeddings = {arch.max_positions} in {file}; lower one of them"
+        )
+
+
+def _check_data(config: Config) -> list[str]:
+    faults: list[str] = []
+    if not config.data.train:
+        faults.append("data.train is empty; give a .jsonl or .parquet file, or task:NAME")
+    for name, source in (("data.train", config.data.train), ("data.test", config.data.test)):
+        if source.startswith(TASK_PREFIX):
+            _collect(faults, lambda source=source: load_task(source, config.data.task))
+        elif source and not Path(source).is_file():
+            faults.append(
+                f"{name} = {source!r}: there is no such file; give a .jsonl or .parquet file, or task:NAME"
+            )
+    return faults
+
+
+def _check_files(config: Config) -> list[str]:
+    values = config.model_dump()
+    faults: list[str] = []
+    for name in FUNCTION_KEYS:
+        section, key = name.split(".")
+        file = values[section][key].rpartition(":")[0]
+        if file and not Path(file).is_file():
+            faults.append(f"{name} = {values[section][key]!r}: there is no file {file}")
+    if config.gen.python and shutil.which(config.gen.python) is None:
+        faults.append(f"gen.python = {config.gen.python!r} is no command; name the generator's interpreter")
+    if config.security.token_file and not Path(config.security.token_file).is_file():
+        faults.append(f"security.token_file = {config.security.token_file!r}: there is no such file")
+    return faults

@@ -1,0 +1,127 @@
+"""From the configuration to the specifications of generation instances."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+from streamrl_jax.config import Config
+from streamrl_jax.devices import DeviceSplit
+from streamrl_jax.errors import UserError
+from streamrl_jax.gen.options import EngineOptions, InstanceSpec, write_spec
+from streamrl_jax.model_source import model_directory
+from streamrl_jax.types import Fence
+
+
+def engine_options(config: Config, model: str, device: str) -> EngineOptions:
+    """The engine that a configuration asks for.
+
+    Args:
+        config: `gen` and the limits of `data` count.
+        model: The checkpoint's directory; its weights are not read.
+        device: The instance's entry of a split, as in `gen.devices`; empty: what vLLM finds.
+
+    Returns:
+        The options.
+    """
+    gen = config.gen
+    return EngineOptions(
+        model=model,
+        max_model_len=gen.max_model_len or config.longest_sample,
+        dtype=gen.dtype,
+        max_num_seqs=gen.max_num_seqs,
+        tensor_parallel_size=gen.tensor_parallel_size,
+        seed=config.run.seed,
+        device=device,
+        kv_cache_gib=gen.kv_cache_gib,
+        gpu_memory_utilization=gen.gpu_memory_utilization,
+        enforce_eager=gen.enforce_eager,
+        enable_prefix_caching=gen.enable_prefix_caching,
+    )
+
+
+def local_specs(
+    config: Config, model: Path, split: DeviceSplit, token_file: Path, fence: Fence
+) -> tuple[InstanceSpec, ...]:
+    """The instances that a run starts on its own machine.
+
+    Args:
+        config: The run's configuration.
+        model: The checkpoint's directory.
+        split: Which instance runs on what.
+        token_file: Holds the secret that run and instances share.
+        fence: This life of the run; the instances serve no other.
+
+    Returns:
+        One specification an instance, `instance-0` and so on.
+    """
+    return tuple(
+        InstanceSpec(
+            name=f"instance-{index}",
+            engine=engine_options(config, str(model), device),
+            listen=f"{config.gen.listen}:0",
+            insecure=config.security.insecure,
+            token_file=str(token_file),
+            lookahead=config.gen.lookahead,
+            fence=fence,
+        )
+        for index, device in enumerate(split.instances)
+    )
+
+
+def standalone_spec(
+    config: Config, model: Path, listen: str, token_file: Path | None = None, name: str = ""
+) -> InstanceSpec:
+    """An instance that waits for a run to connect (`streamrl gen`).
+
+    Args:
+        config: The configuration.
+        model: The checkpoint's directory.
+        listen: `HOST:PORT`.
+        token_file: Shared secret; None: `security.token_file`.
+        name: Of the instance; empty: host name and port.
+
+    Returns:
+        The specification.
+
+    Raises:
+        UserError: `gen.devices` names several instances' devices.
+    """
+    devices = config.gen.devices
+    if len(devices) > 1:
+        raise UserError(
+            f"gen.devices has {len(devices)} entries, and streamrl gen is one instance: give it its own, as "
+            f"in 'gen.devices=[\"{devices[0]}\"]', or gen.devices=[] for what vLLM finds."
+        )
+    return InstanceSpec(
+        name=name or f"{socket.gethostname()}-{listen.rpartition(':')[2]}",
+        engine=engine_options(config, str(model), devices[0] if devices else ""),
+        listen=listen,
+        insecure=config.security.insecure,
+        token_file=str(token_file or config.security.token_file),
+        lookahead=config.gen.lookahead,
+    )
+
+
+def serve_standalone(config: Config, listen: str, token_file: Path | None, name: str) -> NoReturn:
+    """Turns this process into an instance.
+
+    Args:
+        config: The configuration.
+        listen: `HOST:PORT`.
+        token_file: Shared secret; None: `security.token_file`.
+        name: Of the instance; empty: host name and port.
+
+    Raises:
+        UserError: Something given is wrong.
+    """
+    from streamrl_jax.gen.instance import become_instance
+
+    model = model_directory(config.model.path, "model.path")
+    spec = standalone_spec(config, model, listen, token_file, name)
+    # A file in memory, open across the exec: the instance finds it, and nothing is left behind.
+    file = Path(f"/proc/self/fd/{os.memfd_create('instance-spec', 0)}")
+    write_spec(spec, file)
+    become_instance(["--spec", str(file)])
