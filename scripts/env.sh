@@ -174,8 +174,8 @@ build_overlay() {
     rm -f "$STAMP"
     "$PY" -m venv --without-pip --clear "$VENV"
     overlay_site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    # addsitedir, not a plain path: the shared folder's own .pth files count too.
-    printf "import site; site.addsitedir('%s')\n" "$SITE" >"$overlay_site/streamrl_shared_packages.pth"
+    # The plain path is what type checkers and editors read; addsitedir makes the folder's own .pth files count too.
+    printf "%s\nimport site; site.addsitedir('%s')\n" "$SITE" "$SITE" >"$overlay_site/streamrl_shared_packages.pth"
     "$VENV/bin/python" -m pip install --quiet --no-deps --no-build-isolation --no-index --editable "$REPO"
     name_vllm "$overlay_site"
     write_commands
