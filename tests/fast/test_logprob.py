@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,7 +46,8 @@ def by_loop(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_a_loop(temperature: float, chunk: int) -> None:
     hidden, weight, tokens = batch()
-    logp, entropy = token_logprobs(hidden, weight, tokens, SEGMENTS, temperature=temperature, chunk=chunk)
+    score = jax.jit(partial(token_logprobs, temperature=temperature, chunk=chunk))
+    logp, entropy = score(hidden, weight, tokens, SEGMENTS)
     expected_logp, expected_entropy = by_loop(hidden, weight, tokens, temperature)
     assert logp.dtype == entropy.dtype == jnp.float32
     np.testing.assert_allclose(logp, expected_logp, atol=1e-5)
@@ -60,8 +62,8 @@ def test_gradients_do_not_depend_on_the_chunks() -> None:
         logp, entropy = token_logprobs(hidden, weight, tokens, SEGMENTS, temperature=0.7, chunk=chunk)
         return jnp.sum(logp * jnp.arange(8.0)) + 0.3 * jnp.sum(entropy)
 
-    whole = jax.grad(loss, argnums=(0, 1))(hidden, weight, 0)
-    chunked = jax.grad(loss, argnums=(0, 1))(hidden, weight, 6)
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    whole, chunked = gradients(hidden, weight, 0), gradients(hidden, weight, 6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), chunked, whole)
     # What no token is predicted from gets no gradient: the last token of a segment, and padding.
     read = np.roll(np.asarray(predicted(SEGMENTS)), -1, axis=1)
@@ -82,7 +84,7 @@ def test_padded_vocabulary_has_no_probability() -> None:
         logp, entropy = token_logprobs(hidden, weight, tokens, SEGMENTS, **settings)
         return jnp.sum(logp) + jnp.sum(entropy)
 
-    gradient = np.asarray(jax.grad(loss)(weight))
+    gradient = np.asarray(jax.jit(jax.grad(loss))(weight))
     assert np.all(np.isfinite(gradient)) and not np.any(gradient[10:])
     assert np.all(np.any(gradient[:10], axis=1))
 
