@@ -1,0 +1,143 @@
+"""Opens the generation side of a run: the devices of each instance, its launcher, the controller."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from streamrl_jax.config import Config
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.devices import DeviceSplit
+from streamrl_jax.gen import net
+from streamrl_jax.gen.launch import Launcher, StaticLauncher, endpoint_names
+from streamrl_jax.gen.launch.joined import JoinedLauncher
+from streamrl_jax.gen.launch.local import LocalLauncher
+from streamrl_jax.gen.options import EngineOptions, InstanceSpec
+from streamrl_jax.inputs import Inputs
+from streamrl_jax.progress import Display
+from streamrl_jax.rundir import RunDir
+
+_TOKEN_FILE = "token"
+_LOOK_S = 1.0
+
+
+def run_token_file(cfg: Config, home: RunDir) -> Path:
+    """The file with the secret that run and instances share: the configuration's, or one made for the run.
+
+    Args:
+        cfg: ``security.token_file`` counts.
+        home: The run directory, in which a new one is made, readable by its owner only.
+    """
+    if cfg.security.token_file:
+        return Path(cfg.security.token_file)
+    path = home.path / _TOKEN_FILE
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(secrets.token_urlsafe(32) + "\n")
+    return path
+
+
+def engine_options(cfg: Config, model_dir: Path, device: str) -> EngineOptions:
+    """What an instance's engine is started with.
+
+    Args:
+        cfg: ``gen`` and the limits of ``data`` are read.
+        model_dir: Only its configuration is read: weights come by a push.
+        device: An entry of `devices.DeviceSplit.instances`.
+    """
+    gen = cfg.gen
+    return EngineOptions(
+        model=str(model_dir),
+        max_model_len=gen.max_model_len or cfg.longest_sample,
+        dtype=gen.dtype,
+        max_num_seqs=gen.max_num_seqs,
+        tensor_parallel_size=gen.tensor_parallel_size,
+        device=device,
+        kv_cache_gib=gen.kv_cache_gib,
+        gpu_memory_utilization=gen.gpu_memory_utilization,
+        enforce_eager=gen.enforce_eager,
+        enable_prefix_caching=gen.enable_prefix_caching,
+    )
+
+
+def make_launcher(
+    cfg: Config, home: RunDir, model_dir: Path, split: DeviceSplit, token_file: Path
+) -> Launcher:
+    """The launcher of the run's local instances and of its endpoints.
+
+    Args:
+        cfg: The run's configuration.
+        home: The run directory.
+        model_dir: The policy's checkpoint.
+        split: Which instance runs on what.
+        token_file: The shared secret.
+    """
+    specs = [
+        InstanceSpec(
+            name=f"instance-{index}",
+            engine=engine_options(cfg, model_dir, device),
+            listen=f"{cfg.gen.listen}:0",
+            insecure=cfg.security.insecure,
+            token_file=str(token_file.absolute()),
+            lookahead=cfg.gen.lookahead,
+            fence=home.fence,
+        )
+        for index, device in enumerate(split.instances)
+    ]
+    local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
+    if not cfg.gen.endpoints:
+        return local
+    return JoinedLauncher([local, StaticLauncher(endpoint_names(cfg.gen.endpoints))])
+
+
+@contextlib.contextmanager
+def open_generation(
+    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, display: Display
+) -> Iterator[Controller]:
+    """Starts the instances and a controller over them; ends both, whatever happens.
+
+    Args:
+        cfg: The run's configuration.
+        home: The run directory.
+        inputs: Model, tokenizer, reward.
+        split: Which instance runs on what.
+        display: Shows what the instances do.
+
+    Yields:
+        The controller; its instances load meanwhile.
+    """
+    token_file = run_token_file(cfg, home)
+    controller = Controller(
+        ControlSettings.of(cfg),
+        home.fence,
+        make_launcher(cfg, home, inputs.model_dir, split, token_file),
+        inputs.reward,
+        inputs.tokenizer.decode,
+        display.event,
+        token=net.read_token(str(token_file)),
+    )
+    done = threading.Event()
+    watcher = threading.Thread(
+        target=_watch, args=(controller, display, done), name="watch-pool", daemon=True
+    )
+    try:
+        controller.start()
+        watcher.start()
+        yield controller
+    finally:
+        done.set()
+        if watcher.is_alive():
+            watcher.join(2 * _LOOK_S)
+        controller.close()
+
+
+def _watch(controller: Controller, display: Display, done: threading.Event) -> None:
+    """Keeps the instances' lines on the screen fresh."""
+    while not done.wait(_LOOK_S):
+        display.instances(controller.pool())

@@ -1,0 +1,85 @@
+"""What a run reads before it starts anything, so that a fault in it costs no start of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrl_jax.config import Config
+from streamrl_jax.data import PromptSet, load_prompts
+from streamrl_jax.model_source import model_directory
+from streamrl_jax.rewards import RewardFn, adapt_reward, load_reward
+from streamrl_jax.tokenizer import Tokenizer
+from streamrl_jax.user_code import load_function
+
+if TYPE_CHECKING:
+    from streamrl_jax.train.advantage import GroupAdvantage
+    from streamrl_jax.train.loss import PolicyLoss
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Functions of one's own, given from Python in place of the configuration's names."""
+
+    reward: Callable[..., Any] | None = None
+    loss: PolicyLoss | None = None
+    advantage: GroupAdvantage | None = None
+
+
+NO_FUNCTIONS = Functions()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Model, tokenizer, prompts and functions of a run.
+
+    Attributes:
+        model_dir: The policy's checkpoint.
+        critic_dir: The critic's; None: its body is the policy's.
+        tokenizer: Of the policy.
+        train_prompts: Training prompts.
+        test_prompts: Held-out ones, or None.
+        reward: The reward function.
+        loss: A policy loss of one's own, or None.
+        advantage: A group advantage of one's own, or None.
+    """
+
+    model_dir: Path
+    critic_dir: Path | None
+    tokenizer: Tokenizer
+    train_prompts: PromptSet
+    test_prompts: PromptSet | None
+    reward: RewardFn
+    loss: PolicyLoss | None
+    advantage: GroupAdvantage | None
+
+
+def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
+    """Reads what the configuration names.
+
+    Args:
+        cfg: The run's configuration.
+        functions: Those given from Python go before the configuration's.
+
+    Returns:
+        The inputs.
+
+    Raises:
+        UserError: Something is missing or wrong; names file and field.
+    """
+    model_dir = model_directory(cfg.model.path, "model.path")
+    critic = cfg.model.critic_path if cfg.uses_critic else ""
+    tokenizer = Tokenizer.load(model_dir)
+    algorithm = cfg.algorithm
+    return Inputs(
+        model_dir=model_dir,
+        critic_dir=model_directory(critic, "model.critic_path") if critic else None,
+        tokenizer=tokenizer,
+        train_prompts=load_prompts(cfg.data, tokenizer, "train", seed=cfg.run.seed),
+        test_prompts=load_prompts(cfg.data, tokenizer, "test", seed=cfg.run.seed) if cfg.data.test else None,
+        reward=adapt_reward(functions.reward) if functions.reward else load_reward(cfg.reward),
+        loss=functions.loss or load_function(algorithm.loss_fn, "algorithm.loss_fn"),
+        advantage=functions.advantage or load_function(algorithm.advantage_fn, "algorithm.advantage_fn"),
+    )

@@ -1,0 +1,199 @@
+"""The main job: starts instances, builds the trainer while they load, runs the loop, and ends everything.
+
+The order matters. What can be refused is refused before a process is started; the instances come first, since they
+take longest; JAX's devices are touched after that, with the environment that they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrl_jax.config import Config
+from streamrl_jax.config_io import dump_config, load_config
+from streamrl_jax.devices import look_around, split_devices, trainer_environment
+from streamrl_jax.errors import UserError
+from streamrl_jax.gen import net
+from streamrl_jax.generation import open_generation, run_token_file
+from streamrl_jax.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
+from streamrl_jax.interrupt import StopRequested, StopSignal
+from streamrl_jax.jax_setup import prepare_jax
+from streamrl_jax.metrics import JsonlSink, MetricSink, Sinks, TensorBoardSink
+from streamrl_jax.progress import ConsoleSink, Display
+from streamrl_jax.provenance import write_provenance
+from streamrl_jax.rundir import RunDir, create, look, reopen
+from streamrl_jax.samples_log import supersede
+from streamrl_jax.starts import Fork
+
+if TYPE_CHECKING:
+    from streamrl_jax.train.advantage import GroupAdvantage
+    from streamrl_jax.train.assemble import Restore
+    from streamrl_jax.train.checkpoint import Checkpointer
+    from streamrl_jax.train.evaluator import Evaluation
+    from streamrl_jax.train.loop import Parts
+    from streamrl_jax.train.loss import PolicyLoss
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        run_dir: Its directory.
+        version: Of the last weights; equals the iterations completed.
+        evaluations: On the held-out prompts, in order.
+        stopped_by: The signal that ended it early; empty: it is complete.
+    """
+
+    run_dir: Path
+    version: int
+    evaluations: tuple[Evaluation, ...]
+    stopped_by: str = ""
+
+
+def run(
+    config: Config | str | Path | Sequence[str | Path],
+    *overrides: str,
+    reward_fn: Callable[..., Any] | None = None,
+    loss_fn: PolicyLoss | None = None,
+    advantage_fn: GroupAdvantage | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+) -> RunResult:
+    """Runs the main job from Python; the entry `streamrl_jax.run`.
+
+    Args:
+        config: A configuration, or the TOML files that it is layered from.
+        *overrides: ``section.key=value``, as on the command line.
+        reward_fn: A reward with TRL's ``(completions, **columns)`` or verl's ``compute_score`` signature.
+        loss_fn: A policy loss (see `streamrl_jax.train.loss.PolicyLoss`).
+        advantage_fn: A group advantage (see `streamrl_jax.train.advantage.GroupAdvantage`).
+        run_dir: Where the run lives; None: ``run.dir/run.name``.
+        resume: Whether to go on with the run that lives there.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        UserError: Something given is wrong; names it and the remedy.
+    """
+    if isinstance(config, Config):
+        if overrides:
+            raise UserError("overrides are for configuration files; a Config is given as it is to be")
+        resolved = config
+    else:
+        files = [config] if isinstance(config, str | Path) else list(config)
+        resolved = load_config([Path(file) for file in files], overrides)
+    functions = Functions(reward_fn, loss_fn, advantage_fn)
+    return train(resolved, Path(run_dir) if run_dir else None, resume=resume, functions=functions)
+
+
+def train(
+    cfg: Config,
+    run_dir: Path | None = None,
+    *,
+    resume: bool = False,
+    fork: Fork | None = None,
+    functions: Functions = NO_FUNCTIONS,
+) -> RunResult:
+    """Runs, resumes or forks a run.
+
+    Args:
+        cfg: The resolved configuration.
+        run_dir: Where the run lives; None: ``run.dir/run.name``.
+        resume: Goes on from the newest whole checkpoint of ``run_dir`` (from the beginning if there is none).
+        fork: The checkpoint of another run to start from.
+        functions: Functions of one's own.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        UserError: Something given is wrong, or the run cannot go on; names it and the remedy.
+    """
+    path = run_dir or Path(cfg.run.dir) / cfg.run.name
+    split = split_devices(cfg, look_around(dict(os.environ)))
+    inputs = read_inputs(cfg, functions)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignal().listening())
+        opened = reopen(path) if resume else create(path, dump_config(cfg), str(fork) if fork else "")
+        home = stack.enter_context(opened)
+        display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
+        display.note(f"run directory: {home.path}")
+        controller = stack.enter_context(open_generation(cfg, home, inputs, split, display))
+        prepare_jax(cfg.trainer, trainer_environment(cfg, split))
+        from streamrl_jax.train.assemble import Edges, assembled
+        from streamrl_jax.train.checkpoint import Checkpointer
+        from streamrl_jax.train.keeper import BEST_METRIC
+
+        keep = cfg.trainer.max_ckpt_to_keep
+        checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
+        restore = _restore_point(home, checkpointer, resume, fork)
+        sink = stack.enter_context(_sinks(cfg, home, display, restore.step if restore and resume else None))
+        _write_down(cfg, home, inputs)
+        edges = Edges(controller, checkpointer, display, sink, stop)
+        token = net.read_token(str(run_token_file(cfg, home)))
+        parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, token, restore))
+        with stop.interruptible():
+            controller.wait_ready(cfg.gen.start_timeout_s)
+        return _run_loop(parts, start, home, display)
+
+
+def _run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunResult:
+    from streamrl_jax.train import loop
+
+    ending = ""
+    try:
+        loop.train(parts, start)
+    except StopRequested as request:
+        ending = str(request)
+        display.note(f"{ending}: writing a checkpoint, then ending")
+    display.phase("checkpoint", "writing the last checkpoint")
+    version = parts.keeper.save_now()
+    display.done("checkpoint")
+    return RunResult(home.path, version, tuple(parts.evaluator.results), ending)
+
+
+def _restore_point(
+    home: RunDir, checkpointer: Checkpointer, resume: bool, fork: Fork | None
+) -> Restore | None:
+    """The checkpoint to start from; what the run recorded beyond it is set aside, since it is done again."""
+    from streamrl_jax.train.assemble import Restore
+    from streamrl_jax.train.checkpoint import Checkpointer
+
+    if fork is not None and not resume:
+        source = look(fork.run_dir).checkpoints
+        with Checkpointer(source, 1) as others:
+            step = others.read_meta(fork.step).step
+        return Restore(source, step)
+    if not resume:
+        return None
+    step = checkpointer.latest()
+    checkpointer.set_aside(step or 0)
+    supersede(home.samples, step or 0, home.fence.incarnation)
+    return None if step is None else Restore(home.checkpoints, step)
+
+
+@contextlib.contextmanager
+def _sinks(cfg: Config, home: RunDir, display: Display, restored: int | None) -> Iterator[MetricSink]:
+    sinks: list[MetricSink] = [JsonlSink(home.metrics, restored)]
+    if "console" in cfg.trainer.logger:
+        sinks.append(ConsoleSink(display))
+    if "tensorboard" in cfg.trainer.logger:
+        sinks.append(TensorBoardSink(home.path / "tensorboard", restored))
+    together = Sinks(sinks)
+    try:
+        yield together
+    finally:
+        together.close()
+
+
+def _write_down(cfg: Config, home: RunDir, inputs: Inputs) -> None:
+    """The resolved configuration of this life, and its provenance."""
+    import jax
+
+    write_provenance(home, cfg, [str(device) for device in jax.devices()], inputs.model_dir)

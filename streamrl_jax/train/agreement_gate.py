@@ -1,0 +1,127 @@
+"""Holds a run to the log-probability contract (DESIGN rule 4): each step is measured, and judged by the policy."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from streamrl_jax.config import Config
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.errors import UserError
+from streamrl_jax.train.agreement import Comparison, Verdict, compare, explain, judge
+from streamrl_jax.train.answer import generated_answer
+from streamrl_jax.train.batcher import pack_all
+from streamrl_jax.train.step import Steps
+from streamrl_jax.train.trainer import IterationResult, Trainer
+from streamrl_jax.train.weights import Weights
+from streamrl_jax.types import Prompt, Sampling
+
+log = logging.getLogger(__name__)
+
+
+def probe_sampling(cfg: Config, sampling: Sampling) -> Sampling:
+    """Training's distribution, cut short."""
+    tokens = min(cfg.agreement.probe_tokens, sampling.max_new_tokens)
+    return replace(sampling, max_new_tokens=tokens)
+
+
+class AgreementGate:
+    """Measures, remembers, and stops or warns.
+
+    In sync mode the consumed samples are of the trainer's own version, and they are what is compared. Where the trainer
+    may have moved on, each version is also compared on a small probe: after its push every instance answers the same few
+    prompts, and the trainer scores them before its next update, while it still holds that version.
+
+    Call order per iteration: ``probe`` before the update, ``check`` after it.
+
+    Args:
+        cfg: The run's configuration.
+        controller: Runs the probes.
+        weights: Says when a version is served.
+        steps: Scores them.
+        prompts: What the probe asks.
+        sampling: From `probe_sampling`.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        controller: Controller,
+        weights: Weights,
+        steps: Steps,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+    ) -> None:
+        self._cfg = cfg
+        self._controller = controller
+        self._weights = weights
+        self._steps = steps
+        self._prompts = tuple(prompts[: cfg.agreement.probe_prompts])
+        self._sampling = sampling
+        self._history: list[float] = []
+        self._probed: Comparison | None = None
+        self.probe_s = 0.0
+
+    def probe(self, trainer: Trainer, version: int) -> None:
+        """Compares the instances with the trainer's present parameters, in async mode; waits for the answers.
+
+        Args:
+            trainer: Holds the parameters of ``version``.
+            version: The newest published one.
+        """
+        self._probed, self.probe_s = None, 0.0
+        if self._cfg.trainer.max_staleness == 0 or not self._prompts:
+            return
+        begun = time.monotonic()
+        bound = self._cfg.trainer.sample_timeout_s
+        self._weights.served(bound)
+        jobs = self._controller.probe(version, self._prompts, self._sampling)
+        samples = [sample for job in jobs for sample in self._controller.samples(job, bound)]
+        answers = [generated_answer(sample.prompt, sample.generation) for sample in samples]
+        micros = pack_all(answers, trainer.shape, self._cfg.actor.loss_agg_mode)
+        params = trainer.state.actor.params
+        scored = [
+            (micro, jax.device_get(self._steps.score(params, self._steps.place(micro.rows))))
+            for micro in micros
+        ]
+        self._probed = compare(scored, version)
+        self.probe_s = time.monotonic() - begun
+
+    def check(self, iteration: int, result: IterationResult) -> None:
+        """Judges the iteration; what was probed counts where there is a probe.
+
+        Raises:
+            UserError: The policy says stop, or an update was refused because something was not finite.
+        """
+        if result.refused:
+            raise UserError(
+                f"iteration {iteration}: loss or gradient is not finite; the update was refused and the parameters are "
+                f"those of version {iteration}. The iteration's samples are in samples/. Lower actor.optim.lr, or look at "
+                "the rewards; --resume goes on from the last checkpoint"
+            )
+        compared = self._probed or result.agreement
+        reached = compared.quantile(self._cfg.agreement.quantile)
+        if reached is None:
+            return
+        self._history.append(reached)
+        verdict = judge(self._history, self._cfg.agreement)
+        if verdict is Verdict.AGREES:
+            return
+        text = f"iteration {iteration}: {explain(compared, self._cfg.agreement)}"
+        if verdict is Verdict.STOP:
+            raise UserError(text)
+        log.warning(text)
+
+    def metrics(self) -> dict[str, float]:
+        """What the probe measured in this iteration."""
+        if self._probed is None:
+            return {}
+        renamed = {
+            name.replace("training/rollout_", "training/probe_"): value
+            for name, value in self._probed.metrics().items()
+        }
+        return renamed | {"timing_s/probe": self.probe_s}

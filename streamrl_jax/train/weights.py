@@ -1,0 +1,92 @@
+"""The loop's door to the bridge: a version is snapshotted, published, and travels while training goes on."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from functools import partial
+
+from streamrl_jax.bridge.publish import Published, Publisher
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.train.models import Params
+from streamrl_jax.types import UpdateReport, WeightSource
+
+
+class Weights:
+    """Publishes versions to all instances.
+
+    The trainer is kept only while the converted copies are dispatched; digests, bytes and the updates of the instances
+    run behind it. A failure there ends the wait for samples, wherever the trainer stands.
+
+    Args:
+        publisher: Converts and writes.
+        controller: Brings a version to each instance.
+        address: Of the trainer's weight store, for instances on other hosts; empty: none.
+        timeout_s: Bound on the wait for a version's bytes.
+    """
+
+    def __init__(self, publisher: Publisher, controller: Controller, address: str, timeout_s: float) -> None:
+        self._publisher = publisher
+        self._controller = controller
+        self._address = address
+        self._timeout_s = timeout_s
+        self._written: Future[Published] | None = None
+        self._updated: Future[list[UpdateReport]] = Future()
+        self._blocked_s = 0.0
+
+    def publish(self, params: Params, version: int) -> None:
+        """Takes a snapshot of the parameters and sends it on its way.
+
+        Args:
+            params: The policy's; they may be donated as soon as this returns.
+            version: Its number.
+        """
+        begun = time.monotonic()
+        if self._written is not None:  # one version at a time, so that host memory stays bounded
+            self._written.result(self._timeout_s)
+        self._updated = Future()
+        self._written = self._publisher.publish(params, version).future
+        self._written.add_done_callback(partial(self._hand_over, self._updated))
+        self._blocked_s = time.monotonic() - begun
+
+    def served(self, timeout_s: float) -> list[UpdateReport]:
+        """Waits until every instance has the newest version, or is lost (it gets it when it is back).
+
+        Raises:
+            TimeoutError: Not in time.
+        """
+        return self._updated.result(timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """What the newest publication cost, as far as it is known; seconds, bytes."""
+        found = {"timing_s/publish_blocked": self._blocked_s}
+        if self._written is not None and self._written.done():
+            stats = self._written.result().stats
+            found |= {"bridge/bytes": float(stats.nbytes), "timing_s/publish": stats.total_s}
+        if self._updated.done():
+            reports = self._updated.result()
+            for part in ("staged", "paused", "applied"):
+                slowest = max((getattr(report, f"{part}_s") for report in reports), default=0.0)
+                found[f"timing_s/update_weights/{part}"] = slowest
+        return found
+
+    def _hand_over(self, updated: Future[list[UpdateReport]], written: Future[Published]) -> None:
+        """On the publisher's thread: the bytes lie ready, or could not be written."""
+        try:
+            published = written.result()
+            source = WeightSource(path=str(published.path), address=self._address)
+            release = partial(self._publisher.release, published.manifest.version)
+            reports = self._controller.publish(published.manifest, source, release)
+        except BaseException as error:
+            updated.set_exception(error)
+            self._controller.fail(error)
+            return
+        reports.add_done_callback(partial(_copy_outcome, updated))
+
+
+def _copy_outcome(target: Future[list[UpdateReport]], source: Future[list[UpdateReport]]) -> None:
+    error = source.exception()
+    if error is not None:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
