@@ -8,15 +8,18 @@ import json
 import logging
 import os
 import signal
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
+from streamrl_jax.bridge.pull import pull
 from streamrl_jax.gen import net
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.options import InstanceSpec
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
-from streamrl_jax.gen.updates import Pull
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
@@ -28,13 +31,12 @@ CLOSE_S: Final = 10.0
 """Bound on the engine's orderly end."""
 
 
-async def serve(spec: InstanceSpec, engine: Engine, pull: Pull | None = None) -> int:
+async def serve(spec: InstanceSpec, engine: Engine) -> int:
     """Serves one instance until it is told to end or its engine fails.
 
     Args:
         spec: of the instance.
         engine: not yet started.
-        pull: fetches versions from a store; None: only the same host's memory is read.
 
     Returns:
         Exit code: 0 when told to end, 1 when the engine failed.
@@ -43,9 +45,10 @@ async def serve(spec: InstanceSpec, engine: Engine, pull: Pull | None = None) ->
         UserError: the address cannot be bound, or the token not be read.
     """
     token = net.read_token(spec.token_file)
-    service = GenerationService(
-        engine, Identity(spec.name, spec.lookahead, host_id(), fence=spec.fence), pull
-    )
+    scratch = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    sweep(scratch)
+    identity = Identity(spec.name, spec.lookahead, host_id(), fence=spec.fence)
+    service = GenerationService(engine, identity, partial(pull, token=token, directories=scratch))
     server = net.make_server(token)
     rpc.add_StreamGenerationServicer_to_server(service, server)
     address = net.bind(server, spec.listen, insecure=spec.insecure, token=token)

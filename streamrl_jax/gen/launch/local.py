@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S: Final = 60.0
 """Bound on the time from the start of a process to its listening; loading comes after."""
 
 GRACE_S: Final = 8.0
-"""What an instance gets to end in good order before its group is killed."""
+"""What an instance gets by default to end in good order before its group is killed."""
 
 TAIL_LINES: Final = 25
 """Lines of an instance's log that go into an error."""
@@ -41,18 +41,26 @@ class LocalInstance:
         guard: its guard's process.
         lifeline: write end of the guard's pipe; its closing ends the instance.
         log: its log file.
+        grace_s: what it gets to end in good order.
     """
 
     managed = True
 
     def __init__(
-        self, address: str, process_group: int, guard: subprocess.Popen[bytes], lifeline: IO[bytes], log: Path
+        self,
+        address: str,
+        process_group: int,
+        guard: subprocess.Popen[bytes],
+        lifeline: IO[bytes],
+        log: Path,
+        grace_s: float,
     ) -> None:
         self.address = address
         self.process_group = process_group
         self._guard = guard
         self._lifeline = lifeline
         self._log = log
+        self._grace_s = grace_s
 
     def ended(self) -> str | None:
         """Why its process has ended; None while it lives."""
@@ -64,7 +72,7 @@ class LocalInstance:
 
     async def stop(self) -> None:
         """Ends it: SIGTERM, a grace, then SIGKILL to its process group."""
-        await _stop(self._guard, self._lifeline, self.process_group)
+        await _stop(self._guard, self._lifeline, self.process_group, self._grace_s)
 
 
 class LocalLauncher:
@@ -78,6 +86,7 @@ class LocalLauncher:
         run_seed: ``run.seed``; each start of each instance gets an engine seed of its own from it.
         python: interpreter of the generation environment; empty: this one.
         module: what is run with ``--spec FILE`` (tests start a fake).
+        grace_s: what an instance gets to end in good order before its group is killed.
     """
 
     def __init__(
@@ -88,12 +97,14 @@ class LocalLauncher:
         run_seed: int = 0,
         python: str = "",
         module: str = "streamrl_jax.gen.instance",
+        grace_s: float = GRACE_S,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._run_dir = run_dir
         self._run_seed = run_seed
         self._python = python or sys.executable
         self._module = module
+        self._grace_s = grace_s
         self._starts: dict[str, int] = {}
         for folder in ("instances", "logs"):
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
@@ -121,9 +132,9 @@ class LocalLauncher:
         try:
             address, pid = await self._wait_until_it_answers(name, guard, address_file)
         except BaseException:
-            await asyncio.shield(_stop(guard, lifeline, None))
+            await asyncio.shield(_stop(guard, lifeline, None, self._grace_s))
             raise
-        return LocalInstance(address, pid, guard, lifeline, self.log_path(name))
+        return LocalInstance(address, pid, guard, lifeline, self.log_path(name), self._grace_s)
 
     def _write_spec(self, name: str, number: int, address_file: Path) -> Path:
         spec = self._specs[name]
@@ -140,7 +151,7 @@ class LocalLauncher:
         read_end, write_end = os.pipe()
         command = [self._python, "-P", "-m", self._module, "--spec", str(spec)]
         guard = [self._python, "-P", "-m", "streamrl_jax.gen.guard"]
-        guard += [str(read_end), str(os.getpid()), str(GRACE_S)]
+        guard += [str(read_end), str(os.getpid()), str(self._grace_s)]
         try:
             with log.open("ab") as output:
                 output.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
@@ -179,9 +190,11 @@ class LocalLauncher:
         return found["address"], found["pid"]
 
 
-async def _stop(guard: subprocess.Popen[bytes], lifeline: IO[bytes], process_group: int | None) -> None:
+async def _stop(
+    guard: subprocess.Popen[bytes], lifeline: IO[bytes], process_group: int | None, grace_s: float
+) -> None:
     lifeline.close()
-    deadline = time.monotonic() + GRACE_S + 5
+    deadline = time.monotonic() + grace_s + 5
     while guard.poll() is None and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     if guard.poll() is None:  # stopped, say: the signal of its death ends the instance's main process
