@@ -1,0 +1,262 @@
+"""Built-in tasks: right answers are right, held-out prompts stay out, what a teacher forgets is what it is
+said to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl_jax.errors import UserError
+from streamrl_jax.tasks import Row, Task, load_task
+from streamrl_jax.tasks.counting import count_on
+from streamrl_jax.tasks.smollm import find_gguf, prepare_smollm
+from streamrl_jax.tasks.toy_model import ToyShape, write_toy_checkpoint
+from streamrl_jax.tokenizer import Tokenizer
+
+GYM = {
+    "dataset": "chain_sum",
+    "config": {"min_terms": 2, "max_terms": 2, "max_digits": 1},
+    "size": 300,
+    "test_size": 40,
+}
+TASKS: dict[str, dict[str, Any]] = {"arithmetic": {}, "counting": {}, "reasoning_gym": GYM}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def task(request: pytest.FixtureRequest) -> Task:
+    return load_task(f"task:{request.param}", TASKS[request.param])
+
+
+def prompts(rows: Iterable[Row]) -> set[str]:
+    return {row["prompt"] for row in rows}
+
+
+def test_held_out_prompts_are_in_no_training_row_and_no_example(task: Task) -> None:
+    train, test = prompts(task.train_rows()), prompts(task.test_rows())
+    examples = {prompt for step in range(20) for prompt in prompts(task.example_rows(0, step, 100))}
+    assert train and test and not test & train and not test & examples
+    assert len(test) == len(task.test_rows())
+
+
+def test_rows_are_pure_functions(task: Task) -> None:
+    again = load_task(f"task:{_name(task)}", TASKS[_name(task)])
+    assert list(again.train_rows()) == list(task.train_rows())
+    assert list(again.test_rows()) == list(task.test_rows())
+    assert list(again.example_rows(3, 7, 20)) == list(task.example_rows(3, 7, 20))
+    others = [list(task.example_rows(3, 8, 20)), list(task.example_rows(4, 7, 20))]
+    assert list(task.example_rows(3, 7, 20)) not in others
+
+
+def _name(task: Task) -> str:
+    return {"Arithmetic": "arithmetic", "Counting": "counting", "ReasoningGym": "reasoning_gym"}[
+        type(task).__name__
+    ]
+
+
+def _operands(prompt: str) -> tuple[int, int]:
+    left, right = prompt.rstrip("=").split("+")
+    return int(left), int(right)
+
+
+def _carries(a: int, b: int) -> bool:
+    return a % 10 + b % 10 >= 10
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def test_arithmetic_asks_for_carries_and_holds_out_one_pair_in_ten() -> None:
+    task = load_task("task:arithmetic", {})
+    for rows in (task.train_rows(), task.test_rows()):
+        for row in rows:
+            a, b = _operands(row["prompt"])
+            assert _carries(a, b) and min(a, b) >= 10 and max(a, b) <= 99
+            assert row["answer"] == str(a + b)
+    train, test = len(task.train_rows()), len(task.test_rows())
+    assert train + test == sum(_carries(a, b) for a in range(10, 100) for b in range(10, 100))
+    assert 0.08 < test / (train + test) < 0.12
+
+
+def test_the_arithmetic_teacher_forgets_carries_and_nothing_else() -> None:
+    task = load_task("task:arithmetic", {"forget": 0.6})
+    forgotten, carried = 0, 0
+    for row in (row for step in range(20) for row in task.example_rows(0, step, 200)):
+        a, b = _operands(row["prompt"])
+        if _carries(a, b):
+            carried += 1
+            forgotten += row["answer"] == str(a + b - 10)
+            assert row["answer"] in (str(a + b), str(a + b - 10))
+        else:
+            assert row["answer"] == str(a + b)
+    assert abs(forgotten / carried - 0.6) < 0.04
+    for row in task.stop_rows():
+        a, b = _operands(row["prompt"])
+        assert not _carries(a, b) and row["answer"] == str(a + b)
+
+
+# ------------------------------------------------------------------ counting
+
+
+def test_counting_on_is_a_chain_of_equal_sums_that_ends_in_the_sum() -> None:
+    rng = random.Random(0)
+    for left, right in [(10, 19), (17, 25), (39, 60), (98, 1)]:
+        *terms, last = count_on(left, right, 0.0, rng).split("=")
+        assert [_operands(term) for term in terms] == [(left + k, right - k) for k in range(1, right)]
+        assert last == str(left + right)
+    assert count_on(18, 4, 1.0, rng) == "19+3=10+2=11+1=12"
+
+
+def test_counting_answers_have_a_hundred_tokens_and_more_and_vary() -> None:
+    task = load_task("task:counting", {})
+    lengths, rng = [], random.Random(0)
+    for row in [*task.train_rows(), *task.test_rows()]:
+        left, right = _operands(row["prompt"])
+        assert row["answer"] == str(left + right)
+        lengths.append(len(count_on(left, right, 0.5, rng)) + 1)  # a token a character, and the EOS
+    assert min(lengths) == 102 and max(lengths) <= 348
+    assert np.quantile(lengths, 0.9) > 1.5 * np.median(lengths)
+
+
+def test_the_counting_teacher_forgets_carries_and_nothing_else() -> None:
+    task = load_task("task:counting", {"forget": 0.3})
+    forgotten, carried = 0, 0
+    for row in (row for step in range(10) for row in task.example_rows(0, step, 50)):
+        left, right = _operands(row["prompt"])
+        *terms, last = row["answer"].split("=")
+        chain = [_operands(term) for term in terms]
+        for left_after, right_after in [*chain, (int(last), 0)]:
+            assert right_after == right - 1
+            if left % 10 == 9:
+                carried += 1
+                forgotten += left_after == left - 9
+                assert left_after in (left + 1, left - 9)
+            else:
+                assert left_after == left + 1
+            left, right = left_after, right_after
+        assert right == 0
+    assert abs(forgotten / carried - 0.3) < 0.05
+
+
+def test_the_stop_set_of_counting_is_the_rest_after_the_last_carry() -> None:
+    task = load_task("task:counting", {})
+    held_out = prompts(task.test_rows())
+    rows = task.stop_rows()
+    assert len(rows) > 50
+    for row in rows:
+        first, *_, last = row["prompt"].removesuffix("=").split("=")
+        assert f"{first}=" in held_out
+        left, right = _operands(last)
+        assert not _carries(left, right) and row["answer"] == count_on(left, right, 0.0, random.Random(0))
+
+
+# ------------------------------------------------------------------ reasoning-gym
+
+
+def test_reasoning_gym_rows_are_scored_right_by_their_own_answers() -> None:
+    from streamrl_jax.tasks.gym import score
+
+    task = load_task("task:reasoning_gym", GYM | {"instruction": "Give the number alone."})
+    for row in task.test_rows():
+        assert row["prompt"].endswith("\n\nGive the number alone.")
+        assert score(row["answer"], row) == 1.0
+        assert score(None, row) == 0.0
+
+
+def test_reasoning_gym_without_single_answers_has_prompts_but_no_examples() -> None:
+    task = load_task("task:reasoning_gym", {"dataset": "propositional_logic", "size": 5, "test_size": 2})
+    assert all(row["answer"] is None for row in task.train_rows())
+    with pytest.raises(
+        UserError, match=r"no problem of reasoning-gym's 'propositional_logic' comes with an answer"
+    ):
+        task.example_rows(0, 0, 1)
+
+
+# ------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("arithmetik", {}, "no task 'arithmetik'; did you mean 'arithmetic'"),
+        ("arithmetic", {"forgot": 0.5}, "task 'arithmetic' has no argument 'forgot'; did you mean 'forget'"),
+        (
+            "arithmetic",
+            {"forget": "0.5"},
+            r"data\.task\.forget = '0\.5': task 'arithmetic' needs a float here",
+        ),
+        ("arithmetic", {"low": True}, r"data\.task\.low = True"),
+        ("arithmetic", {"forget": 1.5}, r"data\.task\.forget = 1\.5"),
+        ("arithmetic", {"low": 95}, "low = 95, high = 99"),
+        ("arithmetic", {"hold_out_one_in": 1}, r"hold_out_one_in = 1"),
+        ("counting", {"longest": 95}, "longest = 95"),
+        ("reasoning_gym", {}, "task 'reasoning_gym' needs the arguments dataset"),
+        (
+            "reasoning_gym",
+            {"dataset": "chain_sums"},
+            r"data\.task\.dataset = 'chain_sums'.*has no such data set",
+        ),
+        ("reasoning_gym", {"dataset": "chain_sum", "config": {"terms": 2}}, "'chain_sum' refuses it"),
+        ("reasoning_gym", {"dataset": "chain_sum", "config": {"min_terms": 0}}, "'chain_sum' refuses it"),
+        ("reasoning_gym", {"dataset": "chain_sum", "config": {"seed": 0}}, r"data\.task\.config\.seed"),
+        ("reasoning_gym", {"dataset": "chain_sum", "size": 0}, r"data\.task\.size = 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_task(f"task:{name}", arguments)
+
+
+# ------------------------------------------------------------------ models
+
+
+def test_the_toy_checkpoint_is_one_that_transformers_loads(tmp_path: Path) -> None:
+    shape = ToyShape(embed=64, layers=3, heads=4, kv_heads=2, mlp=96)
+    directory = write_toy_checkpoint(tmp_path / "sub" / "toy", seed=1, shape=shape)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    model, loading = loaded
+    assert not any(
+        loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
+    assert model.config.num_hidden_layers == 3 and model.dtype == torch.float32
+    assert model.config.vocab_size == Tokenizer.load(directory).vocab_size == 64
+    assert model.generation_config.eos_token_id == list(Tokenizer.load(directory).eos_ids)
+    for name, tensor in safetensors.numpy.load_file(directory / "model.safetensors").items():
+        if tensor.ndim == 2:
+            assert abs(tensor.std() * tensor.shape[1] ** 0.5 - 1.0) < 0.1, name
+
+
+def test_the_toy_checkpoint_depends_on_the_seed_alone_and_replaces_nothing(tmp_path: Path) -> None:
+    first, same, other = (
+        write_toy_checkpoint(tmp_path / name, seed) for name, seed in [("a", 0), ("b", 0), ("c", 1)]
+    )
+    blobs = [(path / "model.safetensors").read_bytes() for path in (first, same, other)]
+    assert blobs[0] == blobs[1] != blobs[2]
+    with pytest.raises(UserError, match="a exists; remove it"):
+        write_toy_checkpoint(first, seed=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]  # no scratch left
+
+
+def test_smollm_is_not_written_over_something_else_nor_twice(tmp_path: Path) -> None:
+    assert find_gguf().is_file()
+    with pytest.raises(UserError, match=r"is not this checkpoint \(it lacks config\.json"):
+        prepare_smollm(tmp_path)
+    names = (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    )
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({}))
+    assert prepare_smollm(tmp_path) is False
