@@ -52,7 +52,7 @@ def run(cfg: Config, checkpoint: Path | None = None) -> Evaluation:
         home = RunDir(folder, Fence(f"eval-{uuid.uuid4().hex[:8]}", 0))
         display = stack.enter_context(Display("evaluation"))
         controller = stack.enter_context(open_generation(cfg, home, inputs, split, display))
-        prepare_jax(cfg.trainer, trainer_environment(cfg, split))
+        prepare_jax(cfg, trainer_environment(cfg, split))
         return _evaluate(cfg, home, inputs, controller, display)
 
 

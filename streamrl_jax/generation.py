@@ -17,8 +17,8 @@ from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher, StaticLauncher, endpoint_names
 from streamrl_jax.gen.launch.joined import JoinedLauncher
 from streamrl_jax.gen.launch.local import LocalLauncher
-from streamrl_jax.gen.options import EngineOptions, InstanceSpec
 from streamrl_jax.inputs import Inputs
+from streamrl_jax.instances import local_specs
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 
@@ -43,29 +43,6 @@ def run_token_file(cfg: Config, home: RunDir) -> Path:
     return path
 
 
-def engine_options(cfg: Config, model_dir: Path, device: str) -> EngineOptions:
-    """What an instance's engine is started with.
-
-    Args:
-        cfg: ``gen`` and the limits of ``data`` are read.
-        model_dir: Only its configuration is read: weights come by a push.
-        device: An entry of `devices.DeviceSplit.instances`.
-    """
-    gen = cfg.gen
-    return EngineOptions(
-        model=str(model_dir),
-        max_model_len=gen.max_model_len or cfg.longest_sample,
-        dtype=gen.dtype,
-        max_num_seqs=gen.max_num_seqs,
-        tensor_parallel_size=gen.tensor_parallel_size,
-        device=device,
-        kv_cache_gib=gen.kv_cache_gib,
-        gpu_memory_utilization=gen.gpu_memory_utilization,
-        enforce_eager=gen.enforce_eager,
-        enable_prefix_caching=gen.enable_prefix_caching,
-    )
-
-
 def make_launcher(
     cfg: Config, home: RunDir, model_dir: Path, split: DeviceSplit, token_file: Path
 ) -> Launcher:
@@ -78,18 +55,7 @@ def make_launcher(
         split: Which instance runs on what.
         token_file: The shared secret.
     """
-    specs = [
-        InstanceSpec(
-            name=f"instance-{index}",
-            engine=engine_options(cfg, model_dir, device),
-            listen=f"{cfg.gen.listen}:0",
-            insecure=cfg.security.insecure,
-            token_file=str(token_file.absolute()),
-            lookahead=cfg.gen.lookahead,
-            fence=home.fence,
-        )
-        for index, device in enumerate(split.instances)
-    ]
+    specs = local_specs(cfg, model_dir, split, token_file.absolute(), home.fence)
     local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
     if not cfg.gen.endpoints:
         return local

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl_jax.config import TrainerSection
+from streamrl_jax.config import Config
 
 
-def prepare_jax(trainer: TrainerSection, environment: dict[str, str]) -> None:
-    """Sets the environment of the trainer's devices and turns the compilation cache on.
+def prepare_jax(cfg: Config, environment: Mapping[str, str]) -> None:
+    """Sets the environment of the trainer's devices, the precision, and the compilation cache.
 
     Args:
-        trainer: ``compilation_cache`` counts.
+        cfg: ``model.compute_dtype`` and ``trainer.compilation_cache`` are read.
         environment: From `devices.trainer_environment`.
     """
     os.environ.update(environment)
     import jax
 
-    directory = cache_directory(trainer.compilation_cache)
+    if cfg.model.compute_dtype == "float32":
+        # GPUs multiply float32 in TF32 otherwise, and trainer and generator would not agree to float32's precision.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    directory = cache_directory(cfg.trainer.compilation_cache)
     if directory is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return

@@ -125,7 +125,7 @@ def train(
         display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
         display.note(f"run directory: {home.path}")
         controller = stack.enter_context(open_generation(cfg, home, inputs, split, display))
-        prepare_jax(cfg.trainer, trainer_environment(cfg, split))
+        prepare_jax(cfg, trainer_environment(cfg, split))
         from streamrl_jax.train.assemble import Edges, assembled
         from streamrl_jax.train.checkpoint import Checkpointer
         from streamrl_jax.train.keeper import BEST_METRIC

@@ -43,7 +43,7 @@ def run(cfg: Config, out: Path) -> Path:
     source = model_directory(cfg.model.path, "model.path")
     tokenizer = Tokenizer.load(source)
     examples = load_examples(cfg, tokenizer)
-    prepare_jax(cfg.trainer, _environment(cfg, look_around(dict(os.environ))))
+    prepare_jax(cfg, _environment(cfg, look_around(dict(os.environ))))
     from streamrl_jax.train.assemble import build_mesh
     from streamrl_jax.train.hf import load_params, read_arch, save_params
     from streamrl_jax.train.models import Model
