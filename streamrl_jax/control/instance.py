@@ -21,7 +21,7 @@ from streamrl_jax.control.queue import Room
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Shelf
 from streamrl_jax.control.startup import check_process, until_loaded
-from streamrl_jax.control.tasks import until_one_ends
+from streamrl_jax.control.tasks import to_the_end, until_one_ends
 from streamrl_jax.control.updates import pick_source, push
 from streamrl_jax.control.work import Work
 from streamrl_jax.errors import UserError
@@ -178,7 +178,7 @@ class Instance:
             return launched, str(lost)
         finally:
             if launched is not None:
-                await launched.stop()
+                await to_the_end(launched.stop())
         raise AssertionError("a life ends with its loss")
 
     async def _launch(self) -> Launched:

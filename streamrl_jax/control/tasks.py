@@ -9,6 +9,17 @@ from typing import Any
 from streamrl_jax.control.faults import InstanceLost
 
 
+async def to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Awaits a coroutine that bounds itself, also when this call is cancelled meanwhile (a process must be
+    ended)."""
+    task = asyncio.create_task(coroutine)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
 async def until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Runs coroutines beside each other until one of them ends; the others are cancelled and awaited.
 

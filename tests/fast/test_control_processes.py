@@ -1,0 +1,69 @@
+"""The controller over real processes: kill -9 and SIGSTOP in mid-batch, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.events import ControlEvent, EventKind
+from streamrl_jax.gen.launch import LocalLauncher
+from streamrl_jax.gen.options import EngineOptions, InstanceSpec
+from tests.fast.control_world import (
+    FENCE,
+    SETTINGS,
+    check_answer,
+    decode,
+    job,
+    manifest,
+    reward_by_length,
+    source,
+)
+
+
+def pid_of(run_dir: Path, name: str) -> int:
+    return json.loads((run_dir / "instances" / f"{name}.address").read_text())["pid"]
+
+
+def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
+    """One instance is killed, the other one stopped like a machine that hangs: 600 samples, each once."""
+    specs = [
+        InstanceSpec(name, EngineOptions("none", 512, max_num_seqs=4), lookahead=2, fence=FENCE)
+        for name in "ab"
+    ]
+    launcher = LocalLauncher(specs, tmp_path, module="tests.fake_instance", grace_s=0.5)
+    events: list[ControlEvent] = []
+    settings = replace(SETTINGS, start_timeout_s=60, lease_s=2.0, heartbeat_interval_s=0.1)
+    controller = Controller(settings, FENCE, launcher, reward_by_length, decode, events.append)
+    started: set[int] = set()
+    try:
+        controller.start()
+        controller.wait_ready(60)
+        started |= {pid_of(tmp_path, "a"), pid_of(tmp_path, "b")}
+        controller.publish(manifest(0), source(0)).result(10)
+        controller.submit(job(0, count=150, n=4))
+        samples = []
+        for sample in controller.samples("train/0", 60):
+            samples.append(sample)
+            check_answer(sample.prompt, sample.generation)
+            if len(samples) == 20:
+                os.killpg(os.getpgid(pid_of(tmp_path, "a")), signal.SIGKILL)
+            if len(samples) == 40:
+                os.kill(pid_of(tmp_path, "b"), signal.SIGSTOP)
+        started |= {pid_of(tmp_path, "a"), pid_of(tmp_path, "b")}
+        counts = controller.counters()
+    finally:
+        controller.close()
+    assert max(Counter(sample.sample_id for sample in samples).values()) == 1
+    assert len(samples) == 600
+    assert counts["redispatched"] > 0
+    why = {event.instance: event.text for event in reversed(events) if event.kind is EventKind.LOST}
+    assert "its process ended (killed by SIGKILL" in why["a"]
+    assert "nothing was heard for" in why["b"]
+    assert not any(psutil.pid_exists(pid) for pid in started)
