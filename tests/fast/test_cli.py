@@ -170,6 +170,39 @@ def test_ctrl_c_and_signals_have_their_exit_codes_and_faults_their_traceback(
         main(["train", "base.toml"])
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments", "expected"),
+    [
+        ("warmstart", ["sft", "base.toml", "--out", "w", "rollout.n=3"], ("config", Path("w"))),
+        ("evaluate", ["eval", "base.toml", "--checkpoint", "c", "rollout.n=3"], ("config", Path("c"))),
+        ("evaluate", ["eval", "base.toml", "rollout.n=3"], ("config", None)),
+        (
+            "demo",
+            ["demo", "base.toml", "--seed", "4", "--run-dir", "d", "rollout.n=3"],
+            ([Path("base.toml")], ["run.seed=4", "rollout.n=3"], Path("d")),
+        ),
+        ("demo", ["demo"], ([], [], None)),
+    ],
+)
+def test_commands_hand_over_what_they_parsed(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    arguments: list[str],
+    expected: tuple[Any, ...],
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def run(*given: Any) -> int:
+        calls.append(given)
+        return 0
+
+    monkeypatch.setitem(sys.modules, f"streamrl_jax.{module}", SimpleNamespace(run=run))
+    assert main(arguments) == 0
+    config = load_config([Path("base.toml")], ["rollout.n=3"])
+    assert calls == [tuple(config if item == "config" else item for item in expected)]
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out

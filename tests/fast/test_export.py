@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from streamrl_jax import rundir
+from streamrl_jax.cli import main
 from streamrl_jax.config import OptimSection
 from streamrl_jax.config_io import dump_config, load_config
 from streamrl_jax.errors import UserError
@@ -81,6 +82,25 @@ def test_the_step_asked_for_is_written(
     assert (written.step, written.dtype, written.source) == (chosen, "float32", source)
     loaded = load_params(tmp_path / "out", tiny_model(read_arch(tmp_path / "out")))
     jax.tree.map(np.testing.assert_array_equal, loaded, params_of(source, chosen))
+
+
+def test_the_command_says_what_it_wrote(
+    run_dir: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "export",
+        str(run_dir),
+        "--out",
+        str(tmp_path / "out"),
+        "--step",
+        "best",
+        "--dtype",
+        "bfloat16",
+    ]
+    assert main(command) == 0
+    written = f"{tmp_path}/out: step 2 of {run_dir} in bfloat16, the rest from {source}\n"
+    assert capsys.readouterr().out == written
+    assert main(command) == 2
 
 
 def test_bfloat16_is_the_masters_rounded_to_nearest_even(run_dir: Path, tmp_path: Path) -> None:
