@@ -4,7 +4,7 @@ Layout::
 
     run.json         run id, incarnation, when it was made, what it was forked from
     run.lock         held (flock) while a process runs here; names that process
-    config.toml      the resolved configuration
+    config.toml      the resolved configuration; config-0.toml and so on before a resume changed it
     provenance.json  what ran; provenance-1.json and so on after a resume
     metrics.jsonl    one line a step
     samples/         one file of consumed samples an iteration
@@ -139,11 +139,13 @@ def create(path: Path, config_toml: str, forked_from: str = "") -> Iterator[RunD
 
 
 @contextlib.contextmanager
-def reopen(path: Path) -> Iterator[RunDir]:
+def reopen(path: Path, config_toml: str = "") -> Iterator[RunDir]:
     """Opens a run directory for a resume and holds it.
 
     Args:
         path: The run directory.
+        config_toml: What the run goes on with, so that the next resume finds it; the one before stays as
+            `config-N.toml`, N being the last incarnation that ran with it. Empty: it is unchanged.
 
     Yields:
         The run directory, one incarnation further; that is on disk before this returns.
@@ -154,6 +156,10 @@ def reopen(path: Path) -> Iterator[RunDir]:
     check_is_run(path)
     with _locked(path):
         record = _read_record(path)
+        before = path / "config.toml"
+        if config_toml and before.read_text(encoding="utf-8") != config_toml:
+            write_atomically(path / f"config-{record['incarnation']}.toml", before.read_bytes())
+            write_atomically(before, config_toml.encode())
         record["incarnation"] += 1
         write_atomically(path / _RECORD, _encoded(record))
         yield RunDir(path, _fence(record))

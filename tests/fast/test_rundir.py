@@ -40,6 +40,17 @@ def test_each_resume_is_a_new_incarnation_of_the_same_run(tmp_path: Path) -> Non
             assert again.provenance.name == f"provenance-{incarnation}.json"
 
 
+def test_a_resume_with_changes_is_what_the_next_resume_finds(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    with rundir.create(path, "a = 1\n"):
+        pass
+    for text in ("a = 1\n", "a = 2\n", ""):
+        with rundir.reopen(path, text) as run:
+            assert run.config.read_text() == (text or "a = 2\n")
+    assert (path / "config-1.toml").read_text() == "a = 1\n"
+    assert sorted(entry.name for entry in path.glob("config*.toml")) == ["config-1.toml", "config.toml"]
+
+
 def test_an_empty_directory_is_taken_and_any_other_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with rundir.create(tmp_path / "empty", "") as run:
