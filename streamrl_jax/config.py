@@ -396,6 +396,11 @@ class Config(Section):
                 f"algorithm.adv_estimator = 'grpo' with rollout.n = {self.rollout.n}: a group of one has no baseline; "
                 "set rollout.n to 2 or more"
             )
+        if self.algorithm.adv_estimator == "grpo" and self.algorithm.use_kl_in_reward:
+            raise ValueError(
+                "algorithm.use_kl_in_reward = true with algorithm.adv_estimator = 'grpo': a group's advantage comes from "
+                "its scores alone; put the KL in the loss with actor.use_kl_loss"
+            )
         if self.bridge.in_flight and self.trainer.max_staleness == 0:
             raise ValueError("bridge.in_flight = true needs trainer.max_staleness = 1: in sync mode nothing is in flight")
         if not self.gen.instances and not self.gen.endpoints:

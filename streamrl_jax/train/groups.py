@@ -1,7 +1,8 @@
-"""Answers to one prompt wait for each other where their advantage is relative to the group."""
+"""Answers to one prompt belong together: in their advantage, and in a mini-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -56,3 +57,26 @@ class Groups:
     def incomplete(self) -> dict[str, int]:
         """Prompts whose group is not complete, and how many of their answers are there."""
         return {prompt_id: len(group) for prompt_id, group in self._waiting.items()}
+
+
+def draw_mini_batches(
+    answers: Sequence[Answer], count: int, *, seed: int, version: int
+) -> list[list[Answer]]:
+    """Splits an iteration into mini-batches of whole groups, at random: samples arrive the shortest first.
+
+    Args:
+        answers: All of the iteration, in any order; the result does not depend on it.
+        count: Mini-batches; no more than there are prompts are made.
+        seed: The run's.
+        version: Of the trainer; together with the seed it determines the draw, so a resumed run draws alike.
+
+    Returns:
+        The mini-batches; their numbers of prompts differ by one at most.
+    """
+    groups: dict[str, list[Answer]] = {}
+    for answer in sorted(answers, key=attrgetter("name")):
+        groups.setdefault(answer.prompt_id, []).append(answer)
+    prompts = list(groups)
+    draw = np.random.default_rng((seed, version)).permutation(len(prompts))
+    parts = np.array_split(draw, min(count, len(prompts)))
+    return [[answer for index in part for answer in groups[prompts[index]]] for part in parts]

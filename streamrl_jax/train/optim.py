@@ -73,7 +73,7 @@ class Optimizer:
         rate = jnp.asarray(self.schedule(steps_taken(state)), jnp.float32)
         direction, state = self.rule.update(gradient, state, params)
         new = jax.tree.map(lambda param, step: (param - rate * step).astype(param.dtype), params, direction)
-        return new, state, {"grad_norm": optax.global_norm(gradient), "lr": rate}
+        return new, state, {"grad_norm": optax.tree.norm(gradient), "lr": rate}
 
 
 def make_optimizer(settings: OptimSection, *, grad_clip: float, total_steps: int) -> Optimizer:

@@ -86,7 +86,7 @@ class SupervisedTrainer:
         rows: Any = batch_sharding(mesh)
         whole: Any = replicated(mesh)
         sums = Gradients(network.params, whole)
-        self._zeros = jax.jit(lambda: zeros(abstract.params), out_shardings=sums)
+        self._gradients = jax.jit(lambda: zeros(abstract.params), out_shardings=sums)()
         self._accumulate = jax.jit(
             self._accumulate_body,
             in_shardings=(network.params, sums, rows),
@@ -96,7 +96,7 @@ class SupervisedTrainer:
         self._apply = jax.jit(
             self._apply_body,
             in_shardings=(network, sums, whole),
-            out_shardings=(network, whole),
+            out_shardings=(network, sums, whole),
             donate_argnums=(0, 1),
         )
         self._hits = jax.jit(self._hits_body, in_shardings=(network.params, rows), out_shardings=whole)
@@ -105,8 +105,8 @@ class SupervisedTrainer:
         """Compiles for all row shapes, by running on padding; an empty batch's update is refused."""
         for count in self.shape.rows:
             rows = place(empty_rows(count, self.shape.row_len), self._mesh)
-            gradients = self._accumulate(self.network.params, self._zeros(), rows)
-            self.network, _ = self._apply(self.network, gradients, 0.0)
+            gradients = self._accumulate(self.network.params, self._gradients, rows)
+            self.network, self._gradients, _ = self._apply(self.network, gradients, 0.0)
             jax.block_until_ready((self.network, self._hits(self.network.params, rows)))
 
     def update(self, examples: Sequence[Answer]) -> dict[str, float]:
@@ -116,12 +116,11 @@ class SupervisedTrainer:
             `sft/loss` (nats per token), `sft/grad_norm`, `sft/lr`, `sft/tokens`, and `sft/update_refused`: 1
             if something was not finite, and the parameters are as they were.
         """
-        size = Size()
-        gradients = self._zeros()
+        size, gradients = Size(), self._gradients
         for micro in pack_all(examples, self.shape, "token-mean"):
             gradients = self._accumulate(self.network.params, gradients, place(micro.rows, self._mesh))
             size += micro.size
-        self.network, report = self._apply(self.network, gradients, float(size.tokens))
+        self.network, self._gradients, report = self._apply(self.network, gradients, float(size.tokens))
         values = {f"sft/{name}": float(value) for name, value in jax.device_get(report).items()}
         return values | {"sft/tokens": float(size.tokens)}
 
@@ -154,11 +153,11 @@ class SupervisedTrainer:
 
     def _apply_body(
         self, network: Network, gradients: Gradients, tokens: Float[Array, ""]
-    ) -> tuple[Network, dict[str, Float[Array, ""]]]:
+    ) -> tuple[Network, Gradients, dict[str, Float[Array, ""]]]:
         new, finite, report = take_step(self._optimizer, network, gradients, tokens)
         refused = 1.0 - finite.astype(jnp.float32)
         report |= {"loss": gradients.loss / tokens, "update_refused": refused}
-        return choose(finite, new, network), report
+        return choose(finite, new, network), jax.tree.map(jnp.zeros_like, gradients), report
 
     def _hits_body(self, params: Params, rows: DeviceRows) -> Bool[Array, "rows len"]:
         hidden = self._model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)

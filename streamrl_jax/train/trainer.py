@@ -19,7 +19,7 @@ from streamrl_jax.train.batcher import (
     MicroBatcher,
     pack_all,
 )
-from streamrl_jax.train.groups import Groups
+from streamrl_jax.train.groups import Groups, draw_mini_batches
 from streamrl_jax.train.mesh import batch_shards, replicated
 from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments, faded, merge
@@ -131,6 +131,7 @@ class Trainer:
         self._tallies: list[Tally] = []
         self._scored: list[tuple[MicroBatch, Float[Array, "rows len"]]] = []
         self._reports: list[UpdateReport] = []
+        self._accumulated = 0
         self._whitening = self._whitening_known()
 
     def add(self, sample: Sample) -> None:
@@ -139,6 +140,11 @@ class Trainer:
             self._answers.append(answer)
             if self._steps.single_update:
                 self._take(self._batcher.add(answer))
+
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches of this iteration whose actor gradient has been computed; each pass counts."""
+        return self._accumulated
 
     def end_iteration(self) -> IterationResult:
         """Works on what is left, updates the networks, and waits for the result.
@@ -199,6 +205,7 @@ class Trainer:
         )
         self._gradients = actor_sum, critic_sum
         self._tallies.append(tally)
+        self._accumulated += 1
         if not self._reports:  # no update yet: these are the log-probs of the trainer's version
             self._scored.append((batch.micro, logprobs))
 
@@ -235,9 +242,12 @@ class Trainer:
     # -------------------------------------------------------- several updates
 
     def _several_updates(self) -> None:
+        drawn = draw_mini_batches(
+            self._answers, self._cfg.mini_batches, seed=self._cfg.run.seed, version=self._version
+        )
         minis = [
             [self._prepare(micro) for micro in pack_all(answers, self.shape, self._mode, pack=self._pack)]
-            for answers in self._mini_batches()
+            for answers in drawn
         ]
         self._batches = [batch for mini in minis for batch in mini]
         self._settle_whitening()
@@ -255,18 +265,6 @@ class Trainer:
         critic_sum, tally = self._steps.learn_critic(self.state.critic.params, critic_sum, batch.prepared)
         self._gradients = actor_sum, critic_sum
         self._tallies.append(tally)
-
-    def _mini_batches(self) -> list[list[Answer]]:
-        """Draws the prompts of each mini-batch from (seed, version): samples arrive the shortest first."""
-        groups: dict[str, list[Answer]] = {}
-        for answer in sorted(self._answers, key=lambda answer: answer.name):
-            groups.setdefault(answer.prompt_id, []).append(answer)
-        draw = np.random.default_rng((self._cfg.run.seed, self._version)).permutation(len(groups))
-        prompts = list(groups)
-        return [
-            [answer for index in part for answer in groups[prompts[index]]]
-            for part in np.array_split(draw, min(self._cfg.mini_batches, len(prompts)))
-        ]
 
     # ----------------------------------------------------------------- result
 

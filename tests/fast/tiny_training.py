@@ -1,56 +1,39 @@
-"""Tiny architectures, configurations and made-up samples for the tests of the training step."""
+"""Configurations and made-up samples for the tests of the training step, and programs that they share."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from streamrl_jax.config import Config
 from streamrl_jax.train.mesh import make_mesh
-from streamrl_jax.train.models import Arch, arch_from_hf
+from streamrl_jax.train.shapes import BatchShape
+from streamrl_jax.train.step import Steps
+from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import FinishReason, Generation, Prompt, Sample, VersionRun
 
+from .tiny import random_params, tiny_arch
+
 MAX_PROMPT, MAX_RESPONSE = 6, 10
-
-
-def tiny_arch() -> Arch:
-    """A Qwen2 of one layer, 32 wide."""
-    return arch_from_hf(
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "vocab_size": 32,
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 48,
-            "max_position_embeddings": 64,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "hidden_act": "silu",
-        }
-    )
-
-
-def mesh_of(data: int, fsdp: int, tensor: int) -> Mesh:
-    """A mesh over the first devices."""
-    return make_mesh(data, fsdp, tensor, devices=jax.devices()[: data * fsdp * tensor])
+ROW = 32
+VOCAB = 48
 
 
 def config(**sections: dict[str, Any]) -> Config:
     """A configuration of 4 prompts with 4 answers each; sections are merged over it, field by field."""
+    # Adam divides by the gradient's own size: with a tiny eps its first step is lr * sign(gradient), and the
+    # rounding of a gradient that is zero becomes a full step. A larger eps keeps the step continuous.
+    optim = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
     base: dict[str, dict[str, Any]] = {
         "data": {"max_prompt_length": MAX_PROMPT, "max_response_length": MAX_RESPONSE, "train_batch_size": 4},
         "rollout": {"n": 4, "temperature": 0.7},
-        # An eps far above the gradients' rounding: Adam's first step is otherwise lr * sign(gradient), which turns
-        # rounding of a zero gradient into a full step.
-        "actor": {"ppo_max_token_len_per_gpu": 64, "optim": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}},
-        "critic": {"optim": {"lr": 1e-2, "eps": 1e-3}},
-        "trainer": {"total_training_steps": 10, "pack_row_length": 32},
+        "actor": {"ppo_max_token_len_per_gpu": 64, "optim": optim},
+        "critic": {"optim": optim},
+        "trainer": {"total_training_steps": 10, "pack_row_length": ROW},
         "model": {"remat": "none"},
     }
     for name, fields in sections.items():
@@ -58,24 +41,87 @@ def config(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(base)
 
 
-def samples(iteration: int = 0, *, prompts: int = 4, n: int = 4, seed: int = 0, version: int = 0) -> list[Sample]:
+def ppo_config() -> Config:
+    """PPO with everything on: critic, KL in reward and in loss, entropy bonus, GAE with discount."""
+    return config(
+        actor={
+            "ppo_max_token_len_per_gpu": 64,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "entropy_coeff": 0.01,
+            "optim": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1},
+        },
+        algorithm={"use_kl_in_reward": True, "kl_coef": 0.05, "gamma": 0.97, "lam": 0.9},
+    )
+
+
+def several_updates_config() -> Config:
+    """As `ppo_config`, in two mini-batches and two epochs, after one iteration of the critic alone."""
+    cfg = ppo_config()
+    actor = cfg.actor.model_copy(update={"ppo_mini_batch_size": 2, "ppo_epochs": 2})
+    critic = cfg.critic.model_copy(update={"warmup_steps": 1})
+    return cfg.model_copy(update={"actor": actor, "critic": critic})
+
+
+def grpo_config() -> Config:
+    """GRPO with a mean over sequences."""
+    return config(
+        algorithm={"adv_estimator": "grpo"},
+        actor={"loss_agg_mode": "seq-mean-token-mean", "optim": {"lr": 1e-2, "eps": 1e-3}},
+    )
+
+
+@lru_cache(maxsize=8)
+def programs(kind: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> Steps:
+    """Compiled programs, shared by the tests of a process."""
+    cfg = {"ppo": ppo_config, "grpo": grpo_config, "several": several_updates_config}[kind]()
+    devices = jax.devices()[: int(np.prod(mesh))]
+    return Steps(tiny_arch(num_hidden_layers=1), make_mesh(*mesh, devices=devices), cfg)
+
+
+def new_trainer(steps: Steps, rows: int, *, pack: bool = True) -> Trainer:
+    """A trainer at its beginning; equal for equal configurations, on any mesh."""
+    critic = None if steps.critic is None else random_params(steps.critic, 1)
+    reference = random_params(steps.actor, 2) if steps.cfg.uses_reference else None
+    state = steps.init_state(random_params(steps.actor, 0), critic)
+    return Trainer(steps, state, reference, shape=BatchShape(ROW, (rows,)), pack=pack)
+
+
+def run(trainer: Trainer, iterations: list[list[Sample]]) -> list[dict[str, float]]:
+    """Trains on the samples of one iteration after the other; gives the metrics of each."""
+    metrics: list[dict[str, float]] = []
+    for version, arriving in enumerate(iterations):
+        trainer.begin_iteration(version)
+        for sample in arriving:
+            trainer.add(sample)
+        metrics.append(trainer.end_iteration().metrics)
+    return metrics
+
+
+def samples(iteration: int = 0, *, prompts: int = 4, n: int = 4, seed: int = 0) -> list[Sample]:
     """Random prompts, answers, log-probs and rewards of a group of `n` answers per prompt."""
     draw = np.random.default_rng((seed, iteration))
     made: list[Sample] = []
     for index in range(prompts):
-        prompt_ids = draw.integers(0, 32, draw.integers(1, MAX_PROMPT + 1)).astype(np.int32)
+        prompt_ids = draw.integers(0, VOCAB, draw.integers(1, MAX_PROMPT + 1)).astype(np.int32)
         prompt = Prompt(str(index), prompt_ids, {})
         for member in range(n):
             length = int(draw.integers(1, MAX_RESPONSE + 1))
             generation = Generation(
                 sample_id=f"{iteration}/{index}/{member}",
                 attempt=0,
-                token_ids=draw.integers(0, 32, length).astype(np.int32),
-                logprobs=(-3.5 + draw.normal(0, 0.3, length)).astype(np.float32),
-                versions=(VersionRun(version, length),),
+                token_ids=draw.integers(0, VOCAB, length).astype(np.int32),
+                logprobs=(-4.0 + draw.normal(0, 0.3, length)).astype(np.float32),
+                versions=(VersionRun(iteration, length),),
                 finish_reason=FinishReason.STOP,
                 instance="instance-0",
             )
-            reward = float(draw.integers(0, 2))
-            made.append(Sample(generation.sample_id, iteration, prompt, member, generation, reward))
+            made.append(
+                Sample(generation.sample_id, iteration, prompt, member, generation, float(draw.random()))
+            )
     return made
+
+
+def with_generation(sample: Sample, **changes: Any) -> Sample:
+    """A sample whose generation differs in some fields."""
+    return replace(sample, generation=replace(sample.generation, **changes))

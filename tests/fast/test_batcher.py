@@ -1,0 +1,197 @@
+"""Packing: every answer whole, once, where its placement says, in the shapes that are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl_jax.errors import UserError
+from streamrl_jax.train.aggregate import AggregationMode, Size
+from streamrl_jax.train.answer import Answer, generated_answer, sampled_answer, taught_answer
+from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
+from streamrl_jax.train.shapes import BatchShape, plan_rl_shape, plan_shape
+from streamrl_jax.types import FinishReason, VersionRun
+
+from .tiny_training import config, samples
+
+SHAPE = BatchShape(row_len=16, rows=(1, 3))
+
+
+def answer(
+    prompt: int, response: int, name: str = "0/a/0", reward: float = 0.0, advantage: float = 0.0
+) -> Answer:
+    draw = np.random.default_rng(prompt * 100 + response)
+    return Answer(
+        name=name,
+        prompt_ids=draw.integers(1, 50, prompt).astype(np.int32),
+        response_ids=draw.integers(1, 50, response).astype(np.int32),
+        logprobs=-draw.random(response).astype(np.float32),
+        versions=np.full(response, 3, np.int32),
+        reward=reward,
+        advantage=advantage,
+    )
+
+
+def stream(answers: list[Answer], shape: BatchShape, mode: AggregationMode, pack: bool) -> list[MicroBatch]:
+    batcher = MicroBatcher(shape, mode, pack=pack)
+    batches: list[MicroBatch] = []
+    for one in answers:
+        batches.extend(batcher.add(one))
+    return batches + batcher.flush()
+
+
+def check_placement(micro: MicroBatch, taken: np.ndarray, mode: AggregationMode) -> None:
+    for placement in micro.placements:
+        one, rows = placement.answer, micro.rows
+        whole = placement.row, slice(placement.start, placement.start + len(one))
+        assert not taken[whole].any()
+        taken[whole] = True
+        np.testing.assert_array_equal(rows.tokens[whole], [*one.prompt_ids, *one.response_ids])
+        np.testing.assert_array_equal(rows.positions[whole], np.arange(len(one)))
+        segment = rows.segment_ids[whole]
+        assert segment[0] > 0
+        assert (rows.segment_ids[placement.row] == segment[0]).sum() == len(one)
+        prompt, count = len(one.prompt_ids), len(one.response_ids)
+        np.testing.assert_array_equal(rows.response_mask[whole], [False] * prompt + [True] * count)
+        np.testing.assert_array_equal(rows.behaviour_logprobs[whole], [*np.zeros(prompt), *one.logprobs])
+        np.testing.assert_array_equal(rows.rewards[whole], [*np.zeros(len(one) - 1), np.float32(one.reward)])
+        np.testing.assert_array_equal(rows.advantages[placement.response], np.float32(one.advantage))
+        weight = 1 / count if mode == "seq-mean-token-mean" else 1.0
+        np.testing.assert_array_equal(rows.weights[placement.response], np.float32(weight))
+        np.testing.assert_array_equal(rows.weights[whole][:prompt], 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1, max_size=30),
+    st.sampled_from(["token-mean", "seq-mean-token-mean"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_each_answer_is_packed_whole_and_once(
+    lengths: list[tuple[int, int]], mode: AggregationMode, pack: bool, at_once: bool
+) -> None:
+    answers = [
+        answer(p, r, f"0/x/{i}", reward=i + 0.5, advantage=i - 3.0) for i, (p, r) in enumerate(lengths)
+    ]
+    build = pack_all(answers, SHAPE, mode, pack=pack) if at_once else stream(answers, SHAPE, mode, pack)
+    placed = [placement.answer.name for micro in build for placement in micro.placements]
+    assert sorted(placed) == sorted(one.name for one in answers)
+    for micro in build:
+        assert micro.rows.tokens.shape in {(1, 16), (3, 16)}
+        taken = np.zeros(micro.rows.tokens.shape, bool)
+        check_placement(micro, taken, mode)
+        np.testing.assert_array_equal(taken, micro.rows.segment_ids > 0)
+        assert micro.used == taken.sum()
+        assert micro.size == Size(int(micro.rows.response_mask.sum()), len(micro.placements))
+        if not pack:
+            assert len({placement.row for placement in micro.placements}) == len(micro.placements)
+
+
+def test_a_micro_batch_leaves_as_soon_as_nothing_more_would_fit() -> None:
+    batcher = MicroBatcher(SHAPE, "token-mean")
+    released = [len(batcher.add(answer(3, 5, str(i)))) for i in range(12)]
+    assert released == [0, 0, 0, 0, 0, 1] * 2
+    assert batcher.flush() == []
+
+
+def test_an_answer_that_fits_no_row_starts_the_next_micro_batch() -> None:
+    batcher = MicroBatcher(SHAPE, "token-mean")
+    arriving = [answer(1, 1, "short"), *(answer(5, 6, str(i)) for i in range(3))]
+    assert [batcher.add(one) for one in arriving] == [[]] * 4
+    (first,) = batcher.add(answer(5, 6, "late"))
+    assert [placement.answer.name for placement in first.placements] == ["short", "0", "1", "2"]
+    (rest,) = batcher.flush()
+    assert [placement.answer.name for placement in rest.placements] == ["late"]
+    assert rest.rows.tokens.shape == (1, 16)  # what is left goes into the smaller shape
+
+
+def test_an_answer_longer_than_a_row_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"sample 7/q/1: 8 prompt and 9 answer tokens do not fit a row of 16"
+    ):
+        MicroBatcher(SHAPE, "token-mean").add(answer(8, 9, "7/q/1"))
+
+
+def test_long_tailed_lengths_leave_little_padding() -> None:
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.lognormal(4.0, 0.8, 2000).astype(int) + 1, 480)
+    answers = [answer(32, int(n), str(i)) for i, n in enumerate(lengths)]
+    batches = stream(answers, BatchShape(512, (8, 32)), "token-mean", True)
+    used, capacity = sum(b.used for b in batches), sum(b.capacity for b in batches)
+    assert used / capacity > 0.9
+
+
+@pytest.mark.parametrize(
+    ("asked", "built"),
+    [
+        # 60 + 40 tokens round up to a row of 128; 1024 tokens are 8 rows on each of 2 ranks.
+        ({"longest": 100, "samples": 500, "budget_per_shard": 1024, "shards": 2}, BatchShape(128, (4, 16))),
+        # 5 samples of up to 12 tokens fit a row of 64, so 16 samples never need more than 4 rows.
+        ({"longest": 12, "samples": 16, "budget_per_shard": 4096, "shards": 1}, BatchShape(64, (1, 4))),
+        (
+            {"longest": 12, "samples": 4, "budget_per_shard": 64, "shards": 4, "row_len": 12},
+            BatchShape(12, (4,)),
+        ),
+    ],
+)
+def test_the_budget_sets_the_shapes(asked: dict[str, int], built: BatchShape) -> None:
+    assert plan_shape(**asked) == built
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"actor": {"ppo_max_token_len_per_gpu": 31}},
+            "ppo_max_token_len_per_gpu = 31 is less than a row of 32",
+        ),
+        (
+            {"trainer": {"pack_row_length": 15}},
+            "pack_row_length = 15 is under the longest prompt and answer, 16",
+        ),
+    ],
+)
+def test_a_row_must_hold_a_sample_and_the_budget_a_row(section: dict[str, dict[str, int]], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        plan_rl_shape(config(**section), shards=1)
+
+
+def test_what_a_sample_becomes() -> None:
+    sample = samples()[0]
+    length = len(sample.generation.token_ids)
+    cut = replace(
+        sample.generation,
+        finish_reason=FinishReason.LENGTH,
+        versions=(VersionRun(4, 1), VersionRun(5, length - 1)),
+    )
+    made = sampled_answer(replace(sample, generation=cut, reward=0.25), advantage=-1.0)
+    assert (made.name, made.prompt_id, made.instance) == ("0/0/0", "0", "instance-0")
+    assert (made.reward, made.advantage, made.truncated) == (0.25, -1.0, True)
+    np.testing.assert_array_equal(made.versions, [4] + [5] * (length - 1))
+    aborted = replace(sample.generation, finish_reason=FinishReason.ABORT)
+    with pytest.raises(ValueError, match="0/0/0 was aborted"):
+        generated_answer(sample.prompt, aborted)
+
+
+def test_an_answer_that_cannot_be_trained_on_is_named() -> None:
+    one = answer(2, 3, "1/p/0")
+    with pytest.raises(ValueError, match="1/p/0: 2 prompt and 0 answer tokens"):
+        replace(one, response_ids=one.response_ids[:0], logprobs=one.logprobs[:0], versions=one.versions[:0])
+    with pytest.raises(ValueError, match="1/p/0: 3 answer tokens, 2 log-probs"):
+        replace(one, logprobs=one.logprobs[:2])
+    with pytest.raises(ValueError, match="1/p/0 from no instance: reward nan"):
+        replace(one, reward=float("nan"))
+    with pytest.raises(ValueError, match="all must be finite"):
+        replace(one, logprobs=np.array([-1, -np.inf, -1], np.float32))
+
+
+def test_a_taught_answer_is_masked_like_a_sampled_one() -> None:
+    ids = np.array([4, 5, 6], np.int32)
+    (micro,) = pack_all([taught_answer("row 1", ids, ids[:2])], SHAPE, "token-mean")
+    np.testing.assert_array_equal(micro.rows.response_mask[0, :6], [0, 0, 0, 1, 1, 0])
+    assert micro.size == Size(2, 1)
