@@ -111,15 +111,15 @@ def _parse(name: str, command: Command, rest: Sequence[str]) -> Namespace:
     arguments, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         raise UserError(_unknown_option(name, unknown[0], bool(command.settings)))
-    arguments.overrides = overrides
-    _add_settings(arguments, getattr(arguments, "settings", []))
+    arguments.files, words = _told_apart(getattr(arguments, "settings", []))
+    arguments.overrides = overrides + words
     return arguments
 
 
-def _add_settings(arguments: Namespace, words: Sequence[str]) -> None:
-    """Tells files and overrides apart."""
-    arguments.files = [Path(word) for word in words if not _OVERRIDE_WORD.fullmatch(word)]
-    arguments.overrides += [word for word in words if _OVERRIDE_WORD.fullmatch(word)]
+def _told_apart(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Files and overrides among the words of a command line."""
+    files = [Path(word) for word in words if not _OVERRIDE_WORD.fullmatch(word)]
+    return files, [word for word in words if _OVERRIDE_WORD.fullmatch(word)]
 
 
 def _is_setting(word: str) -> bool:
@@ -188,12 +188,10 @@ def _train_options(parser: ArgumentParser) -> None:
 def _train(arguments: Namespace) -> int:
     from streamrl_jax.starts import plan_start
 
-    if arguments.resume and (
-        arguments.resume.endswith(".toml") or _OVERRIDE_WORD.fullmatch(arguments.resume)
-    ):
+    if arguments.resume and _is_setting(arguments.resume):
         # `--resume base.toml`: argparse took the first of the settings for the option's value.
-        _add_settings(arguments, [arguments.resume, *arguments.settings])
-        arguments.resume = ""
+        files, overrides = _told_apart([arguments.resume])
+        arguments.files[:0], arguments.overrides[:0], arguments.resume = files, overrides, ""
     start = plan_start(
         arguments.files, arguments.overrides, arguments.resume, arguments.fork_from, arguments.run_dir
     )
