@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import jax
 
@@ -14,13 +14,11 @@ from streamrl_jax.config_io import load_config
 from streamrl_jax.errors import UserError
 from streamrl_jax.model_source import model_directory
 from streamrl_jax.train.checkpoint import Checkpointer
-from streamrl_jax.train.checkpoint_meta import best_step
+from streamrl_jax.train.checkpoint_meta import BEST_METRIC, best_step
 from streamrl_jax.train.hf import read_arch, save_params
 from streamrl_jax.train.mesh import make_mesh
 from streamrl_jax.train.models import Arch, Model
 from streamrl_jax.train.models.decoder import Compute
-
-BEST_METRIC: Final = "val/accuracy"
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -120,7 +120,11 @@ def train(
     inputs = read_inputs(cfg, functions)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal().listening())
-        opened = reopen(path) if resume else create(path, dump_config(cfg), str(fork) if fork else "")
+        opened = (
+            reopen(path, dump_config(cfg))
+            if resume
+            else create(path, dump_config(cfg), str(fork) if fork else "")
+        )
         home = stack.enter_context(opened)
         display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
         display.note(f"run directory: {home.path}")
@@ -128,12 +132,12 @@ def train(
         prepare_jax(cfg, trainer_environment(cfg, split))
         from streamrl_jax.train.assemble import Edges, assembled
         from streamrl_jax.train.checkpoint import Checkpointer
-        from streamrl_jax.train.keeper import BEST_METRIC
+        from streamrl_jax.train.checkpoint_meta import BEST_METRIC
 
         keep = cfg.trainer.max_ckpt_to_keep
         checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
         restore = _restore_point(home, checkpointer, resume, fork)
-        sink = stack.enter_context(_sinks(cfg, home, display, restore.step if restore and resume else None))
+        sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
         _write_down(cfg, home, inputs)
         edges = Edges(controller, checkpointer, display, sink, stop)
         token = net.read_token(str(run_token_file(cfg, home)))
@@ -141,6 +145,11 @@ def train(
         with stop.interruptible():
             controller.wait_ready(cfg.gen.start_timeout_s)
         return _run_loop(parts, start, home, display)
+
+
+def _last_step(restore: Restore | None) -> int:
+    """The step that a resumed run's records are kept up to; without a checkpoint it begins anew."""
+    return -1 if restore is None else restore.step
 
 
 def _run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunResult:

@@ -24,9 +24,10 @@ from streamrl_jax.rundir import RunDir
 from streamrl_jax.samples_log import SampleLog
 from streamrl_jax.train.agreement_gate import AgreementGate, probe_sampling
 from streamrl_jax.train.checkpoint import Checkpointer
+from streamrl_jax.train.checkpoint_meta import BEST_METRIC
 from streamrl_jax.train.evaluator import Evaluator, evaluation_sampling
 from streamrl_jax.train.hf import load_params, read_arch
-from streamrl_jax.train.keeper import BEST_METRIC, Keeper
+from streamrl_jax.train.keeper import Keeper
 from streamrl_jax.train.loop import Parts
 from streamrl_jax.train.loss import PolicyLoss, clipped_policy_loss
 from streamrl_jax.train.mesh import make_mesh

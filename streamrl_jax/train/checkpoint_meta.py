@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from streamrl_jax.errors import UserError
+
+BEST_METRIC: Final = "val/accuracy"
+"""What the best checkpoint is the best by."""
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from blake3 import blake3
 
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import dump_config
 from streamrl_jax.train.checkpoint import Checkpointer
-from streamrl_jax.train.checkpoint_meta import Frontier, Meta
+from streamrl_jax.train.checkpoint_meta import BEST_METRIC, Frontier, Meta
 from streamrl_jax.train.evaluator import Evaluator
 from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import Fence
-
-
-BEST_METRIC: Final = "val/accuracy"
-"""What the best checkpoint is the best by."""
 
 
 class Keeper:
