@@ -33,6 +33,7 @@ class Weights:
         self._written: Future[Published] | None = None
         self._updated: Future[list[UpdateReport]] = Future()
         self._blocked_s = 0.0
+        self._costs: dict[str, float] = {}
 
     def publish(self, params: Params, version: int) -> None:
         """Takes a snapshot of the parameters and sends it on its way.
@@ -44,6 +45,7 @@ class Weights:
         begun = time.monotonic()
         if self._written is not None:  # one version at a time, so that host memory stays bounded
             self._written.result(self._timeout_s)
+            self._costs = self._known_costs()
         self._updated = Future()
         self._written = self._publisher.publish(params, version).future
         self._written.add_done_callback(partial(self._hand_over, self._updated))
@@ -58,16 +60,21 @@ class Weights:
         return self._updated.result(timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """What the newest publication cost, as far as it is known; seconds, bytes."""
-        found = {"timing_s/publish_blocked": self._blocked_s}
-        if self._written is not None and self._written.done():
-            stats = self._written.result().stats
-            found |= {"bridge/bytes": float(stats.nbytes), "timing_s/publish": stats.total_s}
+        """What publishing cost: the newest version's hold on the trainer, and what the one before it took.
+
+        The newest is still on its way when an iteration is recorded. Seconds, bytes.
+        """
+        return {"timing_s/publish_blocked": self._blocked_s} | self._costs
+
+    def _known_costs(self) -> dict[str, float]:
+        assert self._written is not None
+        stats = self._written.result(self._timeout_s).stats
+        found = {"weights/bytes": float(stats.nbytes), "timing_s/publish": stats.total_s}
         if self._updated.done():
             reports = self._updated.result()
             for part in ("staged", "paused", "applied"):
                 slowest = max((getattr(report, f"{part}_s") for report in reports), default=0.0)
-                found[f"timing_s/update_weights/{part}"] = slowest
+                found[f"timing_s/update_weights_{part}"] = slowest
         return found
 
     def _hand_over(self, updated: Future[list[UpdateReport]], written: Future[Published]) -> None:
