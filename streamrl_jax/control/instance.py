@@ -115,7 +115,7 @@ class Instance:
         """Hands out a sample that was placed here."""
         assert self._link is not None, "it had a room"
         now = time.monotonic()
-        if self._shared.work.ledger.held_count(self.name) == 1:
+        if self._clock.activity is not Activity.BUSY:  # until now; it may be given several samples at once
             self._lease.worked(now)
         self._link.assign(assignment)
         self._note(now)

@@ -19,6 +19,11 @@ class ActivityClock:
         self._activity = Activity.DOWN
         self._seconds = dict.fromkeys(Activity, 0.0)
 
+    @property
+    def activity(self) -> Activity:
+        """The present one."""
+        return self._activity
+
     def switch(self, activity: Activity, now: float) -> None:
         """Ends the present activity and begins another (or the same)."""
         self._seconds[self._activity] += now - self._since

@@ -123,6 +123,16 @@ def test_hung_engine_is_noticed_within_the_stated_bound() -> None:
         assert any(why in run.seen(EventKind.LOST, "a")[0].text for why in ("no token", "did not answer"))
 
 
+def test_an_instance_that_was_idle_for_long_gets_the_whole_lease_for_its_first_token() -> None:
+    """The trainer compiles for longer than gen.lease_s; then work comes, and a busy machine answers late."""
+    with running(World(("a",))) as run:
+        time.sleep(1.2 * SETTINGS.lease_s)
+        run.world.loop.call_soon_threadsafe(time.sleep, 0.6 * SETTINGS.lease_s)
+        run.controller.submit(job(0, count=1, n=4))
+        assert len(list(run.controller.samples("train/0", 5))) == 4
+        assert not run.seen(EventKind.LOST)
+
+
 def test_hung_idle_engine_is_noticed_too() -> None:
     with running(World(("a",), slow)) as run:
         run.world.now("a").hang()
