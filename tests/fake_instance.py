@@ -2,7 +2,7 @@
 
 Like the real one it spawns a process of its own (a stand-in for EngineCore), whose id goes into ``<address
 file>.core``. ``engine.model`` of the spec says how it behaves: "" well, "deaf" (SIGTERM is ignored),
-"broken" (ends at once).
+"broken" (ends at once); a checkpoint's directory: it answers with that policy, in NumPy.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main() -> None:
     from streamrl_jax.gen.options import read_spec
     from streamrl_jax.gen.serve import serve
     from tests.fakes import FakeEngine
+    from tests.numpy_policy import PolicyEngine
 
     logging.basicConfig(level=logging.INFO)
     spec = read_spec(Path(sys.argv[2]))
@@ -43,8 +44,13 @@ def main() -> None:
     pid = in_lasting_thread(core).result(timeout=60)
     Path(f"{spec.address_file}.core").write_text(str(pid))
 
+    model = Path(spec.engine.model)
+    policy = model.is_absolute() and model.is_dir()
+    slots = spec.engine.max_num_seqs
+
     async def run() -> int:
-        served = asyncio.create_task(serve(spec, FakeEngine()))
+        engine = PolicyEngine.of(model, slots=slots) if policy else FakeEngine()
+        served = asyncio.create_task(serve(spec, engine))
         while spec.engine.model == "deaf" and not Path(spec.address_file).exists():
             await asyncio.sleep(0.01)
         if spec.engine.model == "deaf":

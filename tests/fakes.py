@@ -114,12 +114,13 @@ class FakeEngine:
                     self._aborted.discard(key)
                     yield Delta(np.zeros(0, np.int32), np.zeros(0, np.float32), (), FinishReason.ABORT)
                     return
-                last = index + 1 >= total
-                if last:
+                timings = Timings(started - queued, 0.0, 0.0)
+                delta = self._delta(assignment, index, index + 1 >= total, total >= limit, timings)
+                if delta.finish_reason is not None:
                     self.log.append(f"finish {key[0]}/{key[1]}")
-                yield self._delta(
-                    assignment, index, last, total >= limit, Timings(started - queued, 0.0, 0.0)
-                )
+                yield delta
+                if delta.finish_reason is not None:
+                    return
         finally:
             self._free_slot()
 
