@@ -19,27 +19,16 @@ from streamrl_jax.config import RewardSection
 from streamrl_jax.errors import UserError
 from streamrl_jax.rewards import RewardFn, RewardResult, adapt_reward, load_reward
 from streamrl_jax.tasks import load_task
-from streamrl_jax.types import FinishReason, Generation, Prompt, VersionRun
+from streamrl_jax.types import Generation, Prompt
+from tests.fast.answered import ANSWERED
 
 
 def prompt_of(columns: Mapping[str, Any]) -> Prompt:
     return Prompt("7", np.array([1], np.int32), {"prompt": "1+1="} | dict(columns))
 
 
-def generation() -> Generation:
-    return Generation(
-        "0/7/0",
-        0,
-        np.array([5, 6], np.int32),
-        np.zeros(2, np.float32),
-        (VersionRun(0, 2),),
-        FinishReason.STOP,
-        "i",
-    )
-
-
 def score(reward: RewardFn, text: str, **columns: Any) -> float:
-    return reward(prompt_of(columns), text, generation()).score
+    return reward(prompt_of(columns), text, ANSWERED).score
 
 
 def built_in(name: str, **kwargs: Any) -> RewardFn:
@@ -185,17 +174,17 @@ def test_reasoning_gym_gives_nothing_for_being_wrong_in_the_right_form() -> None
 def test_reasoning_gym_scores_what_is_extracted(extract: str, form: str) -> None:
     row = gym_row("chain_sum", min_terms=2, max_terms=2)
     reward = built_in("reasoning_gym", extract=extract)
-    result = reward(prompt_of(row), form.format(row["answer"]), generation())
+    result = reward(prompt_of(row), form.format(row["answer"]), ANSWERED)
     assert (result.score, result.extras) == (1.0, {"unparsed": 0.0, "scorer_raised": 0.0})
     if extract != "text":
-        assert reward(prompt_of(row), "nothing here", generation()).extras["unparsed"] == 1.0
+        assert reward(prompt_of(row), "nothing here", ANSWERED).extras["unparsed"] == 1.0
 
 
 def test_reasoning_gym_without_a_single_answer_and_with_a_scorer_that_raises() -> None:
     assert gym_row("propositional_logic")["answer"] is None
     assert score(built_in("reasoning_gym"), "", **gym_row("propositional_logic")) == 0.0
     row = gym_row("prime_factorization")
-    result = built_in("reasoning_gym")(prompt_of(row), "no factors", generation())
+    result = built_in("reasoning_gym")(prompt_of(row), "no factors", ANSWERED)
     assert (result.score, result.extras["scorer_raised"]) == (0.0, 1.0)
 
 
@@ -282,7 +271,7 @@ VERL_ROW = {
 def test_functions_of_ones_own(
     function: Callable[..., Any], kwargs: dict[str, Any], columns: dict[str, Any], expected: RewardResult
 ) -> None:
-    result = adapt_reward(function, "mine", kwargs)(prompt_of(columns), "2", generation())
+    result = adapt_reward(function, "mine", kwargs)(prompt_of(columns), "2", ANSWERED)
     assert result == expected
     assert type(result.score) is float
 
@@ -315,7 +304,7 @@ def test_a_wrong_return_or_a_missing_column_names_the_function(
     function: Callable[..., Any], columns: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        adapt_reward(function, "mine")(prompt_of(columns), "2", generation())
+        adapt_reward(function, "mine")(prompt_of(columns), "2", ANSWERED)
 
 
 def test_what_the_function_raises_passes_through() -> None:
@@ -323,7 +312,7 @@ def test_what_the_function_raises_passes_through() -> None:
         raise KeyError("of my own")
 
     with pytest.raises(KeyError, match="of my own"):
-        adapt_reward(broken)(prompt_of({}), "2", generation())
+        adapt_reward(broken)(prompt_of({}), "2", ANSWERED)
 
 
 @pytest.mark.parametrize(
