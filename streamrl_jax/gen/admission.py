@@ -39,6 +39,12 @@ def sampling_fault(sampling: Sampling) -> str:
     return f"sampling.{'; sampling.'.join(faults)} (or mark the request as evaluation)"
 
 
+def highest_id(assignment: Assignment) -> int:
+    """The highest token id that an assignment hands the engine."""
+    highest = int(assignment.prompt_ids.max())
+    return max(highest, int(assignment.resumed.token_ids.max())) if assignment.resumed else highest
+
+
 def refusal(
     assignment: Assignment, limits: EngineLimits, version: int, *, draining: bool
 ) -> tuple[RejectReason, str] | None:
@@ -62,6 +68,11 @@ def refusal(
         return RejectReason.TOO_LONG, (
             f"a prompt of {len(assignment.prompt_ids)} tokens and sampling.max_new_tokens = {answer} make "
             f"{total}, over max_model_len = {limits.max_model_len}; shorten one or raise gen.max_model_len"
+        )
+    if limits.vocab_size and (highest := highest_id(assignment)) >= limits.vocab_size:
+        return RejectReason.INVALID, (
+            f"token id {highest} is not in the model's vocabulary of {limits.vocab_size}: prompts must be "
+            "encoded with the model's own tokenizer"
         )
     if version < assignment.min_version:
         return RejectReason.WRONG_VERSION, (

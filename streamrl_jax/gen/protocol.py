@@ -25,11 +25,12 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine can hold; known before it is started."""
+    """What an engine can hold; known before it is started, but for the vocabulary."""
 
     slots: int  # sequences it runs at once
     max_model_len: int  # prompt and answer, tokens
     description: str  # e.g. "vllm 0.32.0"
+    vocab_size: int = 0  # ids that the model has an embedding for; 0: not known yet
 
 
 @dataclass(frozen=True, eq=False)

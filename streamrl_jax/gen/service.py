@@ -372,8 +372,8 @@ class GenerationService(rpc.StreamGenerationServicer):
         await self._bind_or_abort(request.fence, context)
         if not self._ready or self._failure:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure or f"still {self._phase}")
+        self._paused = True  # also if the caller does not wait for the end of it
         await self._engine.pause(keep=request.keep)
-        self._paused = True
         return self._reply()
 
     async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:

@@ -93,10 +93,15 @@ class Updates:
             if (decided := self._decide(manifest)) is not None:
                 return decided
             report = await self._load(manifest, source, in_flight, deadline)
+            if report.accepted and manifest.fence == self._holder():
+                self._served = manifest
+            elif (
+                report.accepted
+            ):  # another life took over meanwhile: it must not take these weights for its own
+                await self._engine.forget_version()
+                return self.refused(f"{manifest.fence} was superseded by {self._holder()}")
         finally:
             self._lock.release()
-        if report.accepted and manifest.fence == self._holder():
-            self._served = manifest
         if report.quarantined:
             self._on_failure(f"quarantined by a failed update to version {manifest.version}: {report.reason}")
         return replace(report, instance=self._instance)

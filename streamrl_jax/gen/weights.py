@@ -16,6 +16,7 @@ package is installed.
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -221,7 +222,9 @@ class StagingExtension:
 def _tensor(staged: _Staged, index: int) -> torch.Tensor:
     """One tensor of the blob, not copied; the loader copies it and never writes to it."""
     spec = staged.manifest.tensors[index]
-    flat = torch.frombuffer(tensor_bytes(staged.blob, spec), dtype=_TORCH_DTYPES[spec.dtype])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        flat = torch.frombuffer(tensor_bytes(staged.blob, spec), dtype=_TORCH_DTYPES[spec.dtype])
     return flat.reshape(spec.shape)
 
 
