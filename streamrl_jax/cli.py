@@ -200,7 +200,10 @@ def _train(arguments: Namespace) -> int:
     if arguments.dry_run:
         from streamrl_jax.dryrun import dry_run
 
-        print(dry_run(start))
+        found = dry_run(start)
+        print(found.text)
+        if found.faults:
+            raise UserError(f"the run would not start: {'; '.join(found.faults)}.")
         return 0
     from streamrl_jax.main_job import train
 

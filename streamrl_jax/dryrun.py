@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,20 @@ from streamrl_jax.train.arch import arch_from_hf
 from streamrl_jax.train.shapes import fill_axes
 
 
-def dry_run(start: Start, machine: Machine | None = None) -> str:
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found.
+
+    Attributes:
+        text: The resolved configuration as TOML, with batches, devices and processes as comments below it.
+        faults: Everything that would stop the run and can be told from here; empty: nothing.
+    """
+
+    text: str
+    faults: tuple[str, ...]
+
+
+def dry_run(start: Start, machine: Machine | None = None) -> DryRun:
     """Says what a run would do.
 
     Args:
@@ -33,10 +47,7 @@ def dry_run(start: Start, machine: Machine | None = None) -> str:
         machine: Its devices; None: those of this machine.
 
     Returns:
-        The resolved configuration as TOML, with batches, devices and processes as comments below it.
-
-    Raises:
-        UserError: What can be checked here is wrong; every fault at once.
+        What it found. The text is there with faults too, so that a run for another machine can be looked at here.
     """
     config = start.config
     machine = machine or look_around(os.environ)
@@ -51,10 +62,9 @@ def dry_run(start: Start, machine: Machine | None = None) -> str:
         faults.append(
             f"run directory {start.run_dir} exists; go on with it by --resume, or choose another run.name"
         )
-    if faults:
-        raise UserError("; ".join(dict.fromkeys(faults)) + ".")
     comments = "\n\n".join([f"run directory\n{start.run_dir}", *report])
-    return dump_config(config) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments.splitlines())
+    text = dump_config(config) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments.splitlines())
+    return DryRun(text, tuple(dict.fromkeys(faults)))
 
 
 def _collect(faults: list[str], act: Callable[[], object]) -> None:

@@ -318,12 +318,16 @@ def test_starts_that_contradict_themselves_are_refused(
 
 
 def dry(machine: Machine, *overrides: str) -> str:
-    return dry_run(plan_start([Path("base.toml")], overrides), machine)
+    """The text of a dry run; its faults are raised, as the command does."""
+    found = dry_run(plan_start([Path("base.toml")], overrides), machine)
+    if found.faults:
+        raise UserError("; ".join(found.faults))
+    return found.text
 
 
 def test_a_dry_run_prints_a_configuration_that_loads_back(project: Path) -> None:
     start = plan_start([Path("base.toml")], ["rollout.n=3"])
-    printed = tomllib.loads(dry_run(start, TWO_CORES))
+    printed = tomllib.loads(dry_run(start, TWO_CORES).text)
     assert config_from_layers([Layer(COMMAND_LINE, printed)]) == start.config
     assert not start.run_dir.exists()
 
@@ -431,7 +435,7 @@ def test_a_hub_id_is_left_for_the_run_to_fetch(project: Path) -> None:
 def test_a_dry_run_of_a_resume_finds_the_run_in_place(project: Path) -> None:
     run_dir = a_run(project)
     start: Start = plan_start([], [], str(run_dir))
-    assert f"# run directory\n# {run_dir}\n" in dry_run(start, TWO_CORES)
+    assert f"# run directory\n# {run_dir}\n" in dry_run(start, TWO_CORES).text
 
 
 # --- generation instances ---------------------------------------------------------------------------------
