@@ -66,7 +66,8 @@ def prose(page: Path) -> str:
 
 
 def inline_code(page: Path) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", prose(page))
+    spans = [span for paragraph in prose(page).split("\n\n") for span in re.findall(r"`([^`]+)`", paragraph)]
+    return [" ".join(span.split()) for span in spans]
 
 
 @cache
