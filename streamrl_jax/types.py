@@ -105,7 +105,7 @@ class Partial:
 class Assignment:
     """A sample to produce: what the controller sends to one instance."""
 
-    sample_id: str  # unique in the run: "<iteration>/<prompt_id>/<index in group>"
+    sample_id: str  # unique in the run: "<job>/<prompt_id>/<index in group>", as in "train/12/37/0"
     attempt: int  # 0, and one more each time the work is handed out again
     prompt_ids: TokenIds
     sampling: Sampling
