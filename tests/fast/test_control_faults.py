@@ -198,8 +198,7 @@ def test_too_many_deaths_stop_the_run_with_name_reason_and_log() -> None:
         run.wait_for(lambda: len(run.seen(EventKind.READY, "a")) == 2)
         world.now("a").kill()
         with pytest.raises(ControlError) as caught:
-            for _ in range(2):
-                list(run.controller.samples("train/0", 10))
+            run.controller.wait_ready(10, at_least=3)
         message = str(caught.value)
         assert "instance a (127.0.0.1:" in message
         assert "was lost after 1 restarts: its process ended (exit code -9)" in message

@@ -31,6 +31,15 @@ def pid_of(run_dir: Path, name: str) -> int:
     return json.loads((run_dir / "instances" / f"{name}.address").read_text())["pid"]
 
 
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Guards and instances of a run: they name its directory."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(run_dir) in part for part in process.info["cmdline"] or ())
+    ]
+
+
 def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
     """One instance is killed, the other one stopped like a machine that hangs: 600 samples, each once."""
     specs = [
@@ -41,11 +50,10 @@ def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
     events: list[ControlEvent] = []
     settings = replace(SETTINGS, start_timeout_s=60, lease_s=2.0, heartbeat_interval_s=0.1)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, events.append)
-    started: set[int] = set()
     try:
         controller.start()
         controller.wait_ready(60)
-        started |= {pid_of(tmp_path, "a"), pid_of(tmp_path, "b")}
+        assert len(processes_of(tmp_path)) == 4
         controller.publish(manifest(0), source(0)).result(10)
         controller.submit(job(0, count=150, n=4))
         samples = []
@@ -56,7 +64,6 @@ def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
                 os.killpg(os.getpgid(pid_of(tmp_path, "a")), signal.SIGKILL)
             if len(samples) == 40:
                 os.kill(pid_of(tmp_path, "b"), signal.SIGSTOP)
-        started |= {pid_of(tmp_path, "a"), pid_of(tmp_path, "b")}
         counts = controller.counters()
     finally:
         controller.close()
@@ -66,4 +73,4 @@ def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
     why = {event.instance: event.text for event in reversed(events) if event.kind is EventKind.LOST}
     assert "its process ended (killed by SIGKILL" in why["a"]
     assert "nothing was heard for" in why["b"]
-    assert not any(psutil.pid_exists(pid) for pid in started)
+    assert processes_of(tmp_path) == []
