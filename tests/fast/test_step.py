@@ -282,7 +282,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 def test_supervised_training_minimises_the_answers_cross_entropy() -> None:
     steps = programs("ppo")
     cfg = config(
-        sft={"batch_size": 16, "steps": 60, "optim": {"lr": 1e-2}}, rollout={"n": 4, "temperature": 0.7}
+        sft={"batch_size": 4, "steps": 60, "optim": {"lr": 1e-2}}, rollout={"n": 4, "temperature": 0.7}
     )
     # A prompt of its own for each answer, so that all can be learnt by heart.
     batch = [replace(s, prompt=Prompt(str(i), np.array([i], np.int32), {})) for i, s in enumerate(samples(0))]
