@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 from streamrl_jax.config import Config
 from streamrl_jax.devices import look_around, split_devices, trainer_environment
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen import net
-from streamrl_jax.generation import open_generation, run_token_file
+from streamrl_jax.generation import GenerationSide, open_generation
 from streamrl_jax.inputs import Inputs, read_inputs
+from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.jax_setup import prepare_jax
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.types import Fence
 
 if TYPE_CHECKING:
-    from streamrl_jax.control.controller import Controller
     from streamrl_jax.train.evaluator import Evaluation
 
 
@@ -36,6 +35,7 @@ def run(cfg: Config, checkpoint: Path | None = None) -> Evaluation:
         The result.
 
     Raises:
+        StopRequested: A signal ended it.
         UserError: Something given is wrong.
     """
     if checkpoint is not None:
@@ -47,33 +47,40 @@ def run(cfg: Config, checkpoint: Path | None = None) -> Evaluation:
     split = split_devices(cfg, look_around(dict(os.environ)))
     inputs = read_inputs(cfg)
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignal().listening())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-eval-")))
         (folder / "logs").mkdir()
         home = RunDir(folder, Fence(f"eval-{uuid.uuid4().hex[:8]}", 0))
         display = stack.enter_context(Display("evaluation"))
-        controller = stack.enter_context(open_generation(cfg, home, inputs, split, display))
+        generation = stack.enter_context(open_generation(cfg, home, inputs, split, display))
         prepare_jax(cfg, trainer_environment(cfg, split))
-        return _evaluate(cfg, home, inputs, controller, display)
+        return _evaluate(cfg, home, inputs, generation, display, stop)
 
 
 def _evaluate(
-    cfg: Config, home: RunDir, inputs: Inputs, controller: Controller, display: Display
+    cfg: Config,
+    home: RunDir,
+    inputs: Inputs,
+    generation: GenerationSide,
+    display: Display,
+    stop: StopSignal,
 ) -> Evaluation:
     from streamrl_jax.train.assemble import build_mesh, open_bridge
     from streamrl_jax.train.evaluator import Evaluator, evaluation_sampling
-    from streamrl_jax.train.hf import load_params, read_arch
+    from streamrl_jax.train.hf import load_params
     from streamrl_jax.train.models import Model
-    from streamrl_jax.train.weights import Weights
 
     assert inputs.test_prompts is not None
-    model = Model(read_arch(inputs.model_dir), build_mesh(cfg))
-    token = net.read_token(str(run_token_file(cfg, home)))
-    with open_bridge(cfg, home, model.arch, controller, token) as weights:
+    controller = generation.controller
+    model = Model(inputs.arch, build_mesh(cfg))
+    with open_bridge(cfg, home, model.arch, generation) as weights:
         weights.publish(load_params(inputs.model_dir, model), version=0)
-        controller.wait_ready(cfg.gen.start_timeout_s)
+        with stop.interruptible():
+            controller.wait_ready(cfg.gen.start_timeout_s)
         stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
         sampling = evaluation_sampling(cfg, stop_ids)
-        evaluator = Evaluator(cfg, controller, inputs.test_prompts.all(), sampling, _Observer(display))
+        prompts = inputs.test_prompts.all()
+        evaluator = Evaluator(cfg, controller, prompts, sampling, _Observer(display), stop)
         result = evaluator.evaluate(0)
         assert result is not None
         return result

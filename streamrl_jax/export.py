@@ -15,7 +15,8 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.model_source import model_directory
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import BEST_METRIC, best_step
-from streamrl_jax.train.hf import read_arch, save_params
+from streamrl_jax.train.hf import save_params
+from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.mesh import make_mesh
 from streamrl_jax.train.models import Arch, Model
 from streamrl_jax.train.models.decoder import Compute

@@ -1,4 +1,4 @@
-"""Opens the generation side of a run: the devices of each instance, its launcher, the controller."""
+"""Opens the generation side of a run: the weight store, the instances' launcher, the controller."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl_jax.bridge.store import StoredVersion, StoreServer, WeightStore
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.settings import ControlSettings
@@ -62,11 +64,37 @@ def make_launcher(
     return JoinedLauncher([local, StaticLauncher(endpoint_names(cfg.gen.endpoints))])
 
 
+@dataclass
+class Store:
+    """The run's weight store, for instances on other hosts. It is open before there is anything to serve.
+
+    Attributes:
+        address: ``host:port`` as other hosts reach it.
+        versions: Gives what lies ready; whoever publishes sets it.
+    """
+
+    address: str = ""
+    versions: Callable[[], Mapping[int, StoredVersion]] = dict
+
+
+@dataclass(frozen=True)
+class GenerationSide:
+    """What the trainer side talks to.
+
+    Attributes:
+        controller: Jobs in, samples out; brings versions to the instances.
+        store: Where instances on other hosts fetch them.
+    """
+
+    controller: Controller
+    store: Store
+
+
 @contextlib.contextmanager
 def open_generation(
     cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, display: Display
-) -> Iterator[Controller]:
-    """Starts the instances and a controller over them; ends both, whatever happens.
+) -> Iterator[GenerationSide]:
+    """Opens the weight store, starts the instances and a controller over them; ends all, whatever happens.
 
     Args:
         cfg: The run's configuration.
@@ -76,18 +104,49 @@ def open_generation(
         display: Shows what the instances do.
 
     Yields:
-        The controller; its instances load meanwhile.
+        The generation side; its instances load meanwhile.
+
+    Raises:
+        UserError: ``bridge.listen`` cannot be bound; no process was started.
     """
     token_file = run_token_file(cfg, home)
-    controller = Controller(
-        ControlSettings.of(cfg),
-        home.fence,
-        make_launcher(cfg, home, inputs.model_dir, split, token_file),
-        inputs.reward,
-        inputs.tokenizer.decode,
-        display.event,
-        token=net.read_token(str(token_file)),
-    )
+    token = net.read_token(str(token_file))
+    with _open_store(cfg, home, token) as store:
+        launcher = make_launcher(cfg, home, inputs.model_dir, split, token_file)
+        controller = Controller(
+            ControlSettings.of(cfg),
+            home.fence,
+            launcher,
+            inputs.reward,
+            inputs.tokenizer.decode,
+            display.event,
+            token=token,
+        )
+        with _running(controller, display):
+            yield GenerationSide(controller, store)
+
+
+@contextlib.contextmanager
+def _open_store(cfg: Config, home: RunDir, token: str) -> Iterator[Store]:
+    store = Store()
+    service = WeightStore(lambda: home.fence, lambda: store.versions())
+    with StoreServer(service, cfg.bridge.listen, token=token, insecure=cfg.security.insecure) as server:
+        store.address = advertised(server.address, cfg.bridge.advertise)
+        yield store
+
+
+def advertised(address: str, host: str) -> str:
+    """The store's address as other hosts reach it.
+
+    Args:
+        address: ``host:port`` that was bound.
+        host: ``bridge.advertise``; empty: the bound one.
+    """
+    return f"{host}:{address.rpartition(':')[2]}" if host else address
+
+
+@contextlib.contextmanager
+def _running(controller: Controller, display: Display) -> Iterator[None]:
     done = threading.Event()
     watcher = threading.Thread(
         target=_watch, args=(controller, display, done), name="watch-pool", daemon=True
@@ -95,7 +154,7 @@ def open_generation(
     try:
         controller.start()
         watcher.start()
-        yield controller
+        yield
     finally:
         done.set()
         if watcher.is_alive():

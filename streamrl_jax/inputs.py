@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl_jax.config import Config
 from streamrl_jax.data import PromptSet, load_prompts
+from streamrl_jax.errors import UserError
 from streamrl_jax.model_source import model_directory
 from streamrl_jax.rewards import RewardFn, adapt_reward, load_reward
 from streamrl_jax.tokenizer import Tokenizer
+from streamrl_jax.train.arch import Arch
+from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
 from streamrl_jax.user_code import load_function
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ class Inputs:
 
     Attributes:
         model_dir: The policy's checkpoint.
+        arch: Its architecture.
         critic_dir: The critic's; None: its body is the policy's.
         tokenizer: Of the policy.
         train_prompts: Training prompts.
@@ -47,6 +51,7 @@ class Inputs:
     """
 
     model_dir: Path
+    arch: Arch
     critic_dir: Path | None
     tokenizer: Tokenizer
     train_prompts: PromptSet
@@ -57,7 +62,7 @@ class Inputs:
 
 
 def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
-    """Reads what the configuration names.
+    """Reads what the configuration names, and checks what can be checked without devices.
 
     Args:
         cfg: The run's configuration.
@@ -70,12 +75,18 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
         UserError: Something is missing or wrong; names file and field.
     """
     model_dir = model_directory(cfg.model.path, "model.path")
-    critic = cfg.model.critic_path if cfg.uses_critic else ""
+    arch = _checked_arch(model_dir)
+    if cfg.longest_sample > arch.max_positions:
+        raise UserError(
+            f"data.max_prompt_length + data.max_response_length = {cfg.longest_sample} is more than the model was made "
+            f"for: max_position_embeddings = {arch.max_positions} in {model_dir / 'config.json'}; lower one of them"
+        )
     tokenizer = Tokenizer.load(model_dir)
     algorithm = cfg.algorithm
     return Inputs(
         model_dir=model_dir,
-        critic_dir=model_directory(critic, "model.critic_path") if critic else None,
+        arch=arch,
+        critic_dir=_critic_directory(cfg, arch),
         tokenizer=tokenizer,
         train_prompts=load_prompts(cfg.data, tokenizer, "train", seed=cfg.run.seed),
         test_prompts=load_prompts(cfg.data, tokenizer, "test", seed=cfg.run.seed) if cfg.data.test else None,
@@ -83,3 +94,21 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
         loss=functions.loss or load_function(algorithm.loss_fn, "algorithm.loss_fn"),
         advantage=functions.advantage or load_function(algorithm.advantage_fn, "algorithm.advantage_fn"),
     )
+
+
+def _checked_arch(directory: Path) -> Arch:
+    arch = read_arch(directory)
+    map_tensors_of(directory, arch)
+    return arch
+
+
+def _critic_directory(cfg: Config, arch: Arch) -> Path | None:
+    if not cfg.uses_critic or not cfg.model.critic_path:
+        return None
+    directory = model_directory(cfg.model.critic_path, "model.critic_path")
+    if not _checked_arch(directory).same_body(arch):
+        raise UserError(
+            f"model.critic_path = {directory}: its architecture differs from the policy's; give a checkpoint of "
+            "the same architecture, or leave it empty"
+        )
+    return directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,8 +18,9 @@ class StopRequested(Exception):
 class StopSignal:
     """Turns a signal into `StopRequested`, but only where the trainer's state is whole.
 
-    Call order: `listening()` around the run (main thread), `interruptible()` around each wait. A signal that arrives
-    elsewhere is kept, and raised at the next `interruptible()`.
+    Call order: `listening()` around the run, `interruptible()` around each wait. A signal that arrives elsewhere is
+    kept, and raised at the next `interruptible()`. Only the first one interrupts: a scheduler that warns first and then
+    insists does not tear the checkpoint that the warning brought about.
     """
 
     def __init__(self) -> None:
@@ -27,13 +29,20 @@ class StopSignal:
 
     @contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Installs the handlers, and puts back the earlier ones at the end."""
+        """Installs the handlers, and puts back the earlier ones at the end.
+
+        Python lets only the main thread do so; a run that is called from another one takes no signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
         earlier = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         try:
             yield self
         finally:
             for number, handler in earlier.items():
-                signal.signal(number, handler)
+                # None: a handler that Python did not install (faulthandler's) and cannot put back.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -51,6 +60,7 @@ class StopSignal:
             raise StopRequested(self._caught)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._caught = signal.Signals(number).name
+        self._caught = self._caught or signal.Signals(number).name
         if self._open:
+            self._open = False
             raise StopRequested(self._caught)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import dump_config, load_config
-from streamrl_jax.devices import look_around, split_devices, trainer_environment
+from streamrl_jax.devices import DeviceSplit, look_around, split_devices, trainer_environment
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen import net
-from streamrl_jax.generation import open_generation, run_token_file
+from streamrl_jax.generation import open_generation
 from streamrl_jax.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
 from streamrl_jax.interrupt import StopRequested, StopSignal
 from streamrl_jax.jax_setup import prepare_jax
@@ -27,7 +26,7 @@ from streamrl_jax.progress import ConsoleSink, Display
 from streamrl_jax.provenance import write_provenance
 from streamrl_jax.rundir import RunDir, create, look, reopen
 from streamrl_jax.samples_log import supersede
-from streamrl_jax.starts import Fork
+from streamrl_jax.starts import Fork, parse_fork
 
 if TYPE_CHECKING:
     from streamrl_jax.train.advantage import GroupAdvantage
@@ -105,7 +104,8 @@ def train(
     Args:
         cfg: The resolved configuration.
         run_dir: Where the run lives; None: ``run.dir/run.name``.
-        resume: Goes on from the newest whole checkpoint of ``run_dir`` (from the beginning if there is none).
+        resume: Goes on from the newest whole checkpoint of ``run_dir``; if there is none, from the beginning, which
+            of a fork is where it forked.
         fork: The checkpoint of another run to start from.
         functions: Functions of one's own.
 
@@ -120,15 +120,14 @@ def train(
     inputs = read_inputs(cfg, functions)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal().listening())
-        opened = (
-            reopen(path, dump_config(cfg))
-            if resume
-            else create(path, dump_config(cfg), str(fork) if fork else "")
-        )
+        if fork is not None:
+            fork = _pinned(fork, cfg, split)
+        written = dump_config(cfg)
+        opened = reopen(path, written) if resume else create(path, written, str(fork) if fork else "")
         home = stack.enter_context(opened)
         display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
         display.note(f"run directory: {home.path}")
-        controller = stack.enter_context(open_generation(cfg, home, inputs, split, display))
+        generation = stack.enter_context(open_generation(cfg, home, inputs, split, display))
         prepare_jax(cfg, trainer_environment(cfg, split))
         from streamrl_jax.train.assemble import Edges, assembled
         from streamrl_jax.train.checkpoint import Checkpointer
@@ -136,20 +135,29 @@ def train(
 
         keep = cfg.trainer.max_ckpt_to_keep
         checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
-        restore = _restore_point(home, checkpointer, resume, fork)
+        restore = _restore_point(home, checkpointer, resume)
         sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
         _write_down(cfg, home, inputs)
-        edges = Edges(controller, checkpointer, display, sink, stop)
-        token = net.read_token(str(run_token_file(cfg, home)))
-        parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, token, restore))
-        with stop.interruptible():
-            controller.wait_ready(cfg.gen.start_timeout_s)
+        edges = Edges(generation, checkpointer, display, sink, stop)
+        try:
+            parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, restore))
+        except StopRequested as request:  # nothing is trained yet that a checkpoint could keep
+            return RunResult(home.path, restore.step if restore else 0, (), str(request))
         return _run_loop(parts, start, home, display)
 
 
+def _pinned(fork: Fork, cfg: Config, split: DeviceSplit) -> Fork:
+    """The fork with its directory and step as they are now: a resume may have to find them again."""
+    prepare_jax(cfg, trainer_environment(cfg, split))
+    from streamrl_jax.train.checkpoint import Checkpointer
+
+    with Checkpointer(look(fork.run_dir).checkpoints, 1) as source:
+        return Fork(fork.run_dir.absolute(), source.read_meta(fork.step).step)
+
+
 def _last_step(restore: Restore | None) -> int:
-    """The step that a resumed run's records are kept up to; without a checkpoint it begins anew."""
-    return -1 if restore is None else restore.step
+    """The step that a resumed run's records are kept up to; without a checkpoint of its own it begins anew."""
+    return -1 if restore is None or restore.forked else restore.step
 
 
 def _run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunResult:
@@ -167,24 +175,21 @@ def _run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunRe
     return RunResult(home.path, version, tuple(parts.evaluator.results), ending)
 
 
-def _restore_point(
-    home: RunDir, checkpointer: Checkpointer, resume: bool, fork: Fork | None
-) -> Restore | None:
+def _restore_point(home: RunDir, checkpointer: Checkpointer, resume: bool) -> Restore | None:
     """The checkpoint to start from; what the run recorded beyond it is set aside, since it is done again."""
     from streamrl_jax.train.assemble import Restore
-    from streamrl_jax.train.checkpoint import Checkpointer
 
-    if fork is not None and not resume:
-        source = look(fork.run_dir).checkpoints
-        with Checkpointer(source, 1) as others:
-            step = others.read_meta(fork.step).step
-        return Restore(source, step)
-    if not resume:
+    if resume:
+        step = checkpointer.latest()
+        checkpointer.set_aside(step or 0)
+        supersede(home.samples, step or 0, home.fence.incarnation)
+        if step is not None:
+            return Restore(home.checkpoints, step)
+    if not home.forked_from:
         return None
-    step = checkpointer.latest()
-    checkpointer.set_aside(step or 0)
-    supersede(home.samples, step or 0, home.fence.incarnation)
-    return None if step is None else Restore(home.checkpoints, step)
+    fork = parse_fork(home.forked_from)
+    assert fork.step is not None  # it was pinned
+    return Restore(look(fork.run_dir).checkpoints, fork.step, forked=True)
 
 
 @contextlib.contextmanager

@@ -47,10 +47,12 @@ class RunDir:
     Attributes:
         path: The directory.
         fence: Run id and incarnation; what this life of the run puts on the wire.
+        forked_from: Run directory and step that the run started from; empty: none.
     """
 
     path: Path
     fence: Fence
+    forked_from: str = ""
 
     @property
     def config(self) -> Path:
@@ -162,7 +164,7 @@ def reopen(path: Path, config_toml: str = "") -> Iterator[RunDir]:
             write_atomically(before, config_toml.encode())
         record["incarnation"] += 1
         write_atomically(path / _RECORD, _encoded(record))
-        yield RunDir(path, _fence(record))
+        yield _opened(path, record)
 
 
 def look(path: Path) -> RunDir:
@@ -178,7 +180,7 @@ def look(path: Path) -> RunDir:
         UserError: It is no run directory.
     """
     check_is_run(path)
-    return RunDir(path, _fence(_read_record(path)))
+    return _opened(path, _read_record(path))
 
 
 def check_is_run(path: Path) -> None:
@@ -260,8 +262,8 @@ def _read_record(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _fence(record: dict[str, Any]) -> Fence:
-    return Fence(record["run_id"], record["incarnation"])
+def _opened(path: Path, record: dict[str, Any]) -> RunDir:
+    return RunDir(path, Fence(record["run_id"], record["incarnation"]), record.get("forked_from", ""))
 
 
 def _encoded(record: dict[str, Any]) -> bytes:

@@ -45,7 +45,8 @@ def run(cfg: Config, out: Path) -> Path:
     examples = load_examples(cfg, tokenizer)
     prepare_jax(cfg, _environment(cfg, look_around(dict(os.environ))))
     from streamrl_jax.train.assemble import build_mesh
-    from streamrl_jax.train.hf import load_params, read_arch, save_params
+    from streamrl_jax.train.hf import load_params, save_params
+    from streamrl_jax.train.hf_directory import read_arch
     from streamrl_jax.train.models import Model
     from streamrl_jax.train.sft import SupervisedTrainer
 

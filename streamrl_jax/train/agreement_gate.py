@@ -12,9 +12,11 @@ import jax
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.errors import UserError
+from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.train.agreement import Comparison, Verdict, compare, explain, judge
 from streamrl_jax.train.answer import generated_answer
 from streamrl_jax.train.batcher import pack_all
+from streamrl_jax.train.rollouts import arriving
 from streamrl_jax.train.step import Steps
 from streamrl_jax.train.trainer import IterationResult, Trainer
 from streamrl_jax.train.weights import Weights
@@ -33,8 +35,8 @@ class AgreementGate:
     """Measures, remembers, and stops or warns.
 
     In sync mode the consumed samples are of the trainer's own version, and they are what is compared. Where the trainer
-    may have moved on, each version is also compared on a small probe: after its push every instance answers the same few
-    prompts, and the trainer scores them before its next update, while it still holds that version.
+    may have moved on, each version is also compared on a small probe: after its push every instance answers the same
+    few prompts, and the trainer scores them before its next update, while it still holds that version.
 
     Call order per iteration: ``probe`` before the update, ``check`` after it.
 
@@ -45,6 +47,7 @@ class AgreementGate:
         steps: Scores them.
         prompts: What the probe asks.
         sampling: From `probe_sampling`.
+        stop: Signals that may end the wait for a probe.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class AgreementGate:
         steps: Steps,
         prompts: Sequence[Prompt],
         sampling: Sampling,
+        stop: StopSignal,
     ) -> None:
         self._cfg = cfg
         self._controller = controller
@@ -62,6 +66,7 @@ class AgreementGate:
         self._steps = steps
         self._prompts = tuple(prompts[: cfg.agreement.probe_prompts])
         self._sampling = sampling
+        self._stop = stop
         self._history: list[float] = []
         self._probed: Comparison | None = None
         self.probe_s = 0.0
@@ -72,15 +77,19 @@ class AgreementGate:
         Args:
             trainer: Holds the parameters of ``version``.
             version: The newest published one.
+
+        Raises:
+            StopRequested: A signal came.
         """
         self._probed, self.probe_s = None, 0.0
         if self._cfg.trainer.max_staleness == 0 or not self._prompts:
             return
         begun = time.monotonic()
         bound = self._cfg.trainer.sample_timeout_s
-        self._weights.served(bound)
+        with self._stop.interruptible():
+            self._weights.served(bound)
         jobs = self._controller.probe(version, self._prompts, self._sampling)
-        samples = [sample for job in jobs for sample in self._controller.samples(job, bound)]
+        samples = [sample for job in jobs for sample in arriving(self._controller, job, bound, self._stop)]
         answers = [generated_answer(sample.prompt, sample.generation) for sample in samples]
         micros = pack_all(answers, trainer.shape, self._cfg.actor.loss_agg_mode)
         params = trainer.state.actor.params
@@ -99,8 +108,8 @@ class AgreementGate:
         """
         if result.refused:
             raise UserError(
-                f"iteration {iteration}: loss or gradient is not finite; the update was refused and the parameters are "
-                f"those of version {iteration}. The iteration's samples are in samples/. Lower actor.optim.lr, or look at "
+                f"iteration {iteration}: loss or gradient is not finite; the update was refused and the parameters "
+                f"are those of version {iteration}. The iteration's samples are in samples/. Lower actor.optim.lr, or look at "
                 "the rewards; --resume goes on from the last checkpoint"
             )
         compared = self._probed or result.agreement

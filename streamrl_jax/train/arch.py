@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from streamrl_jax.errors import UserError
@@ -56,6 +56,10 @@ class Arch:
     def hf_config(self) -> dict[str, Any]:
         """A fresh copy of the configuration this architecture was read from."""
         return json.loads(self.hf_config_json)
+
+    def same_body(self, other: Arch) -> bool:
+        """Whether two checkpoints' decoders have the same parameters, whatever their heads."""
+        return replace(self, tied=other.tied, hf_config_json="") == replace(other, hf_config_json="")
 
 
 def arch_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Arch:

@@ -6,16 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
 from streamrl_jax.bridge.publish import Publisher
-from streamrl_jax.bridge.store import StoreServer, WeightStore
 from streamrl_jax.config import Config
-from streamrl_jax.control.controller import Controller
-from streamrl_jax.errors import UserError
+from streamrl_jax.generation import GenerationSide
 from streamrl_jax.inputs import Inputs
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.metrics import MetricSink
@@ -24,12 +22,13 @@ from streamrl_jax.rundir import RunDir
 from streamrl_jax.samples_log import SampleLog
 from streamrl_jax.train.agreement_gate import AgreementGate, probe_sampling
 from streamrl_jax.train.checkpoint import Checkpointer
-from streamrl_jax.train.checkpoint_meta import BEST_METRIC
+from streamrl_jax.train.checkpoint_meta import BEST_METRIC, Meta
 from streamrl_jax.train.evaluator import Evaluator, evaluation_sampling
-from streamrl_jax.train.hf import load_params, read_arch
+from streamrl_jax.train.hf import load_params
+from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.keeper import Keeper
 from streamrl_jax.train.loop import Parts
-from streamrl_jax.train.loss import PolicyLoss, clipped_policy_loss
+from streamrl_jax.train.loss import clipped_policy_loss
 from streamrl_jax.train.mesh import make_mesh
 from streamrl_jax.train.models import Arch, Params
 from streamrl_jax.train.recorder import Hardware, Recorder
@@ -42,17 +41,24 @@ from streamrl_jax.train.weights import Weights
 
 @dataclass(frozen=True)
 class Restore:
-    """A checkpoint to start from: of this run (resume) or of another (fork)."""
+    """A checkpoint to start from.
+
+    Attributes:
+        checkpoints: Where it lies.
+        step: Its number.
+        forked: It is another run's, which may have been of another algorithm.
+    """
 
     checkpoints: Path
     step: int
+    forked: bool = False
 
 
 @dataclass(frozen=True)
 class Edges:
     """What the trainer side talks to; whoever starts the run opens and closes them."""
 
-    controller: Controller
+    generation: GenerationSide
     checkpointer: Checkpointer
     display: Display
     sink: MetricSink
@@ -61,59 +67,57 @@ class Edges:
 
 @contextlib.contextmanager
 def assembled(
-    cfg: Config, home: RunDir, inputs: Inputs, edges: Edges, token: str, restore: Restore | None
+    cfg: Config, home: RunDir, inputs: Inputs, edges: Edges, restore: Restore | None
 ) -> Iterator[tuple[Parts, int]]:
     """Builds the trainer and everything that the loop talks to, and compiles the run's shapes.
+
+    The trainer takes the longest, and may be interrupted: nothing is trained yet.
 
     Args:
         cfg: The run's configuration.
         home: The run directory.
         inputs: Model, tokenizer, prompts, functions.
         edges: Open.
-        token: Shared secret of run and instances.
         restore: Where to start from; None: the checkpoint of the configuration, at version 0.
 
     Yields:
         The parts, and the iteration to start with.
 
     Raises:
+        StopRequested: A signal came meanwhile.
         UserError: Checkpoint, model or mesh do not fit the configuration.
     """
-    steps = build_steps(cfg, inputs.model_dir, inputs.loss or clipped_policy_loss)
-    trainer, start = _trainer(cfg, steps, inputs, edges.display, restore)
-    with open_bridge(cfg, home, steps.actor.arch, edges.controller, token) as weights:
-        yield _parts(cfg, home, inputs, edges, steps, trainer, weights, start), start
+    steps = build_steps(cfg, inputs)
+    with edges.stop.interruptible():
+        trainer, meta = _warm_trainer(steps, inputs, edges.display, restore)
+    with open_bridge(cfg, home, inputs.arch, edges.generation) as weights:
+        yield _parts(cfg, home, inputs, edges, steps, trainer, weights, meta), meta.version if meta else 0
 
 
 @contextlib.contextmanager
-def open_bridge(
-    cfg: Config, home: RunDir, arch: Arch, controller: Controller, token: str
-) -> Iterator[Weights]:
-    """Opens the trainer's side of the bridge: the publisher, and the store for instances on other hosts.
+def open_bridge(cfg: Config, home: RunDir, arch: Arch, generation: GenerationSide) -> Iterator[Weights]:
+    """Opens the trainer's side of the bridge: the publisher, behind the store for instances on other hosts.
 
     Args:
-        cfg: ``gen.dtype``, ``bridge`` and ``security`` are read.
+        cfg: ``gen.dtype`` and ``bridge`` are read.
         home: The run directory; versions lie there where shared memory is too small.
         arch: Of the policy.
-        controller: Brings versions to the instances.
-        token: Shared secret of run and instances.
+        generation: Brings versions to the instances.
 
     Yields:
         The loop's door to it.
     """
     places = [SHARED_MEMORY, home.path]
     sweep(places)
-    with contextlib.ExitStack() as stack:
-        publisher = stack.enter_context(Publisher(arch, cfg.gen.dtype, home.fence, places))
-        store = WeightStore(lambda: home.fence, lambda: publisher.held)
-        server = StoreServer(store, cfg.bridge.listen, token=token, insecure=cfg.security.insecure)
-        address = advertised(stack.enter_context(server).address, cfg.bridge.advertise)
-        yield Weights(publisher, controller, address, cfg.bridge.update_timeout_s)
+    with Publisher(arch, cfg.gen.dtype, home.fence, places) as publisher:
+        store = generation.store
+        store.versions = lambda: publisher.held
+        yield Weights(publisher, generation.controller, store.address, cfg.bridge.update_timeout_s)
 
 
-def build_steps(cfg: Config, model_dir: Path, policy_loss: PolicyLoss = clipped_policy_loss) -> Steps:
+def build_steps(cfg: Config, inputs: Inputs) -> Steps:
     """The run's programs on its mesh."""
-    return Steps(read_arch(model_dir), build_mesh(cfg), cfg, policy_loss=policy_loss)
+    return Steps(inputs.arch, build_mesh(cfg), cfg, policy_loss=inputs.loss or clipped_policy_loss)
 
 
 def build_mesh(cfg: Config) -> Mesh:
@@ -122,32 +126,73 @@ def build_mesh(cfg: Config) -> Mesh:
     return make_mesh(axes.data, axes.fsdp, axes.tensor)
 
 
-def advertised(address: str, host: str) -> str:
-    """The store's address as other hosts reach it.
+def build_trainer(steps: Steps, inputs: Inputs, restore: Restore | None) -> tuple[Trainer, Meta | None]:
+    """The trainer at its beginning.
 
     Args:
-        address: ``host:port`` that was bound.
-        host: ``bridge.advertise``; empty: the bound one.
+        steps: The run's programs.
+        inputs: Model and functions.
+        restore: The checkpoint to start from; None: the model's, at version 0.
+
+    Returns:
+        The trainer, and what goes with the checkpoint.
+
+    Raises:
+        UserError: Model or checkpoint do not fit the configuration.
     """
-    return f"{host}:{address.rpartition(':')[2]}" if host else address
-
-
-def _trainer(
-    cfg: Config, steps: Steps, inputs: Inputs, display: Display, restore: Restore | None
-) -> tuple[Trainer, int]:
-    display.phase("trainer", f"trainer: loading {inputs.model_dir.name} onto {steps.mesh.size} devices")
-    policy = load_params(inputs.model_dir, steps.actor)
-    reference = jax.tree.map(jax.numpy.copy, policy) if cfg.uses_reference else None
+    cfg = steps.cfg
+    reference = load_params(inputs.model_dir, steps.actor) if cfg.uses_reference else None
+    meta = None
     if restore is None:
-        state, start = steps.init_state(policy, _critic_params(steps, inputs.critic_dir)), 0
+        state = steps.init_state(load_params(inputs.model_dir, steps.actor), _critic_params(steps, inputs))
     else:
-        del policy  # its memory is the restored state's
-        state, start = _restored(restore, steps)
-    trainer = Trainer(steps, state, reference, group_advantage=inputs.advantage)
+        with Checkpointer(restore.checkpoints, 1) as source:
+            meta = source.read_meta(restore.step)
+            if restore.forked:
+                state = _forked_state(source, restore.step, steps, inputs)
+            else:
+                state, _ = source.restore(restore.step, steps.abstract_state())
+    return Trainer(steps, state, reference, group_advantage=inputs.advantage), meta
+
+
+def _forked_state(source: Checkpointer, step: int, steps: Steps, inputs: Inputs) -> TrainState:
+    """The state of another run, which may have had a critic where this one has none, or the other way round.
+
+    A critic that is not used is left behind. One that is missing begins as in a new run: from `model.critic_path`, or
+    from the policy, here as it is at the fork.
+    """
+    wanted = steps.abstract_state()
+
+    def part(name: str) -> Any:
+        return source.restore_part(step, (name,), getattr(wanted, name))
+
+    actor = part("actor")
+    if wanted.critic is None:
+        critic = None
+    elif source.holds(step, ("critic",)):
+        critic = part("critic")
+    else:
+        critic = steps.init_critic(actor.params, _critic_params(steps, inputs))
+    return TrainState(actor, critic, part("updates"), part("advantages"))
+
+
+def _critic_params(steps: Steps, inputs: Inputs) -> Params | None:
+    """The critic's own start; None where it starts from the policy, or there is no critic."""
+    if steps.critic is None or inputs.critic_dir is None:
+        return None
+    body = replace(steps.actor, arch=read_arch(inputs.critic_dir))
+    return steps.critic.value_params_from(load_params(inputs.critic_dir, body))
+
+
+def _warm_trainer(
+    steps: Steps, inputs: Inputs, display: Display, restore: Restore | None
+) -> tuple[Trainer, Meta | None]:
+    display.phase("trainer", f"trainer: loading {inputs.model_dir.name} onto {steps.mesh.size} devices")
+    trainer, meta = build_trainer(steps, inputs, restore)
     display.phase("trainer", "trainer: compiling the training step")
     trainer.warm_up()
     display.done("trainer")
-    return trainer, start
+    return trainer, meta
 
 
 def _parts(
@@ -158,47 +203,27 @@ def _parts(
     steps: Steps,
     trainer: Trainer,
     weights: Weights,
-    start: int,
+    meta: Meta | None,
 ) -> Parts:
-    controller = edges.controller
+    controller, stop = edges.generation.controller, edges.stop
+    start = meta.version if meta else 0
+    evaluated = meta is not None and BEST_METRIC in meta.metrics
     stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
     sampling = training_sampling(cfg, stop_ids)
-    rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, edges.stop, start)
+    rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, stop, start)
     probes = inputs.train_prompts.iteration(0)
-    gate = AgreementGate(cfg, controller, weights, steps, probes, probe_sampling(cfg, sampling))
+    gate = AgreementGate(cfg, controller, weights, steps, probes, probe_sampling(cfg, sampling), stop)
     samples = SampleLog(home.samples, home.fence, inputs.tokenizer.decode)
     hardware = _hardware(cfg, steps)
     recorder = Recorder(
         cfg, edges.sink, samples, edges.display, controller, rollouts, weights, gate, hardware
     )
     held_out = inputs.test_prompts.all() if inputs.test_prompts else ()
-    evaluator = Evaluator(cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder)
+    evaluator = Evaluator(
+        cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder, stop, evaluated
+    )
     keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start)
     return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder)
-
-
-def _critic_params(steps: Steps, critic_dir: Path | None) -> Params | None:
-    """The critic's own start; None where it starts from the policy, or there is no critic."""
-    if steps.critic is None or critic_dir is None:
-        return None
-    arch = read_arch(critic_dir)
-    if not _same_body(arch, steps.actor.arch):
-        raise UserError(
-            f"model.critic_path = {critic_dir}: its architecture differs from the policy's; give a checkpoint of the "
-            "same architecture, or leave it empty"
-        )
-    return steps.critic.value_params_from(load_params(critic_dir, replace(steps.actor, arch=arch)))
-
-
-def _same_body(one: Arch, other: Arch) -> bool:
-    """Whether two checkpoints' decoders have the same parameters, whatever their heads."""
-    return replace(one, tied=other.tied, hf_config_json="") == replace(other, hf_config_json="")
-
-
-def _restored(restore: Restore, steps: Steps) -> tuple[TrainState, int]:
-    with Checkpointer(restore.checkpoints, 1, BEST_METRIC) as source:
-        state, meta = source.restore(restore.step, steps.abstract_state())
-    return state, meta.frontier.iteration
 
 
 def _hardware(cfg: Config, steps: Steps) -> Hardware:

@@ -197,6 +197,16 @@ class Checkpointer:
         """
         return self._restore(self._chosen(step), abstract_part, tuple(path))
 
+    def holds(self, step: int, path: Sequence[str]) -> bool:
+        """Whether a checkpoint has arrays below ``path``, such as ``("critic",)``.
+
+        Raises:
+            UserError: there is no such checkpoint, or it is damaged.
+        """
+        items = self._orbax.metadata(self._path(self._chosen(step))).item_metadata
+        assert items is not None  # as in `_restore`
+        return any(names[: len(path)] == tuple(path) for names in _leaves(items["state"].tree))
+
     def set_aside(self, after: int) -> list[Path]:
         """Moves the checkpoints newer than ``after`` to ``superseded/``, for a resume from an older one.
 

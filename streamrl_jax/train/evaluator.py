@@ -12,6 +12,8 @@ from typing import Protocol
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.interrupt import StopSignal
+from streamrl_jax.train.rollouts import arriving
 from streamrl_jax.types import Prompt, Sample, Sampling
 
 EVALUATION_PRIORITY = -(2**30)
@@ -118,6 +120,8 @@ class Evaluator:
         prompts: Held-out ones; empty: nothing is ever due.
         sampling: From `evaluation_sampling`.
         observer: Told when an evaluation begins and what it found.
+        stop: Signals that may end the wait for answers.
+        evaluated: Whether the version that the run starts from was evaluated before.
     """
 
     def __init__(
@@ -127,12 +131,16 @@ class Evaluator:
         prompts: Sequence[Prompt],
         sampling: Sampling,
         observer: EvaluationObserver,
+        stop: StopSignal,
+        evaluated: bool = False,
     ) -> None:
         self._cfg = cfg
         self._controller = controller
         self._prompts = tuple(prompts[: cfg.eval.max_prompts or None])
         self._sampling = sampling
         self._observer = observer
+        self._stop = stop
+        self._evaluated = evaluated
         self.results: list[Evaluation] = []
 
     def due(self, version: int) -> bool:
@@ -140,11 +148,22 @@ class Evaluator:
         freq, total = self._cfg.trainer.test_freq, self._cfg.trainer.total_training_steps
         return bool(self._prompts) and freq > 0 and (version % freq == 0 or version == total)
 
+    def due_at_start(self, version: int) -> bool:
+        """Whether the version that the run starts from is to be evaluated.
+
+        Version 0 is, if `val_before_train`; a later one where a signal ended the run before its evaluation.
+        """
+        wanted = self.due(version) if version else self._cfg.trainer.val_before_train
+        return wanted and not self._evaluated
+
     def evaluate(self, version: int) -> Evaluation | None:
         """Answers all held-out prompts with a published version, and waits for them.
 
         Returns:
             The result; None without held-out prompts.
+
+        Raises:
+            StopRequested: A signal came; nothing is kept.
         """
         if not self._prompts:
             return None
@@ -161,7 +180,8 @@ class Evaluator:
             evaluation=True,
         )
         self._controller.submit(job)
-        samples = list(self._controller.samples(job.job_id, self._cfg.trainer.sample_timeout_s))
+        bound = self._cfg.trainer.sample_timeout_s
+        samples = list(arriving(self._controller, job.job_id, bound, self._stop))
         result = summarise(version, samples, self._cfg.eval.n, time.monotonic() - begun)
         self.results.append(result)
         self._observer.evaluation(result)

@@ -27,7 +27,7 @@ class Keeper:
         evaluator: Has the newest held-out accuracy, by which the best checkpoint is kept.
         rollouts: Knows what was in flight.
         fence: This life of the run.
-        start: Where it began.
+        start: Where it began. That state is written already, or can be made again.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Keeper:
         self._fence = fence
         self._config_digest = blake3(dump_config(cfg).encode()).hexdigest()
         self._completed = start
-        self._saved = start if start else -1
+        self._saved = start
 
     def completed(self, version: int) -> None:
         """The trainer holds the state of ``version``: so many iterations are consumed."""

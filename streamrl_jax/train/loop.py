@@ -17,7 +17,8 @@ What waits for what:
   controller as soon as a published version admits it, and the controller gives it to an instance that serves one.
   Synchronous (0): generation of ``i`` begins when version ``i`` arrives. One step stale (1): it begins while iteration
   ``i - 1`` is trained on, and weights travel behind that training.
-- a checkpoint is written, and a signal obeyed, only between iterations, where (state, version, iteration) is whole.
+- a checkpoint is that of a whole iteration. A signal is obeyed in the waits for instances, samples, probes and
+  evaluations: the trainer then still holds (state, version, iteration) of the last one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl_jax.config import Config
+from streamrl_jax.errors import UserError
 from streamrl_jax.train.agreement_gate import AgreementGate
 from streamrl_jax.train.evaluator import Evaluator
 from streamrl_jax.train.keeper import Keeper
@@ -52,7 +54,7 @@ def train(parts: Parts, start: int) -> None:
     """Trains from iteration ``start`` to the last.
 
     Args:
-        parts: The wired parts; instances are ready, the trainer holds the state of version ``start``.
+        parts: The wired parts; the instances may still load, the trainer holds the state of version ``start``.
         start: The first iteration that has not been consumed; also the version of the trainer's weights.
 
     Raises:
@@ -61,8 +63,9 @@ def train(parts: Parts, start: int) -> None:
     """
     cfg = parts.cfg
     parts.weights.publish(parts.trainer.state.actor.params, version=start)
-    if start == 0 and cfg.trainer.val_before_train:
-        parts.evaluator.evaluate(version=0)
+    parts.rollouts.wait_ready()
+    if parts.evaluator.due_at_start(start):
+        parts.evaluator.evaluate(start)
     parts.rollouts.open(version=start)
     for iteration in range(start, cfg.trainer.total_training_steps):
         parts.recorder.begin(iteration)
@@ -72,7 +75,11 @@ def train(parts: Parts, start: int) -> None:
             parts.trainer.add(sample)
         parts.gate.probe(parts.trainer, version=iteration)
         result = parts.trainer.end_iteration()
-        parts.gate.check(iteration, result)
+        try:
+            parts.gate.check(iteration, result)
+        except UserError:
+            parts.recorder.end(iteration, result)  # what the error speaks of is to be looked at
+            raise
 
         version = iteration + 1
         parts.weights.publish(parts.trainer.state.actor.params, version)

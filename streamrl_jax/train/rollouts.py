@@ -40,6 +40,27 @@ def training_sampling(cfg: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
     )
 
 
+def arriving(controller: Controller, job_id: str, timeout_s: float, stop: StopSignal) -> Iterator[Sample]:
+    """A job's samples in the order of their arrival, each once; a signal ends the wait.
+
+    Args:
+        controller: Has the job.
+        job_id: Of the job.
+        timeout_s: Bound on the wait for one sample.
+        stop: Signals that may end the wait.
+
+    Raises:
+        StopRequested: A signal came.
+    """
+    source = controller.samples(job_id, timeout_s)
+    while True:
+        with stop.interruptible():
+            sample = next(source, None)
+        if sample is None:
+            return
+        yield sample
+
+
 @dataclass
 class Waited:
     """How long the trainer waited for samples in an iteration, seconds."""
@@ -79,6 +100,16 @@ class Rollouts:
         self._next = start
         self.waited = Waited()
 
+    def wait_ready(self) -> None:
+        """Waits until all instances are loaded.
+
+        Raises:
+            StopRequested: A signal came.
+            ControlError: Not within `gen.start_timeout_s`; says what each one does.
+        """
+        with self._stop.interruptible():
+            self._controller.wait_ready(self._cfg.gen.start_timeout_s)
+
     def open(self, version: int) -> None:
         """Hands over every iteration that ``version`` admits and that is not open yet."""
         staleness = self._cfg.trainer.max_staleness
@@ -99,20 +130,14 @@ class Rollouts:
     def samples(self, iteration: int) -> Iterator[Sample]:
         """Yields an iteration's samples in the order of their arrival, each once, and times the waiting."""
         self.waited = Waited()
-        source = self._controller.samples(train_job(iteration), self._cfg.trainer.sample_timeout_s)
-        arrived = 0
-        while True:
-            begun = time.monotonic()
-            with self._stop.interruptible():
-                sample = next(source, None)
+        bound = self._cfg.trainer.sample_timeout_s
+        begun = time.monotonic()
+        for sample in arriving(self._controller, train_job(iteration), bound, self._stop):
             waited = time.monotonic() - begun
+            self.waited.first_s = self.waited.first_s or waited
             self.waited.total_s += waited
-            if sample is None:
-                return
-            if not arrived:
-                self.waited.first_s = waited
-            arrived += 1
             yield sample
+            begun = time.monotonic()
 
     @property
     def open_iterations(self) -> range:

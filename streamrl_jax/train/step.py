@@ -33,6 +33,7 @@ from streamrl_jax.train.shapes import BatchShape
 from streamrl_jax.train.state import (
     DeviceRows,
     Gradients,
+    Network,
     TrainState,
     abstract_network,
     abstract_state,
@@ -147,13 +148,16 @@ class Steps:
             critic_params: The critic's; None: the policy's body under a value head of zeros, if there is a
                 critic.
         """
-        critic = None
-        if self.critic is not None:
-            params = self.critic.value_params_from(actor_params) if critic_params is None else critic_params
-            assert self._abstract.critic is not None
-            critic = init_network(self._critic_optimizer, params, self._abstract.critic)
+        critic = self.init_critic(actor_params, critic_params)
         actor = init_network(self._actor_optimizer, actor_params, self._abstract.actor)
         return TrainState(actor, critic, *jax.device_put(initial_scalars(), replicated(self.mesh)))
+
+    def init_critic(self, actor_params: Params, critic_params: Params | None = None) -> Network | None:
+        """A critic at its beginning; None where the configuration has none. Arguments as `init_state`'s."""
+        if self.critic is None or self._abstract.critic is None:
+            return None
+        params = self.critic.value_params_from(actor_params) if critic_params is None else critic_params
+        return init_network(self._critic_optimizer, params, self._abstract.critic)
 
     def zero_gradients(self) -> Accumulators:
         """Accumulators of actor and critic, where they lie."""

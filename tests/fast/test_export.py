@@ -21,7 +21,8 @@ from streamrl_jax.export import export
 from streamrl_jax.tasks.toy_model import ToyShape, write_toy_checkpoint
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import Frontier, Meta
-from streamrl_jax.train.hf import load_params, read_arch
+from streamrl_jax.train.hf import load_params
+from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.mesh import replicated
 from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments

@@ -15,6 +15,7 @@ import pytest
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.train import hf
+from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.models import Compute, Model, Params
 from streamrl_jax.train.models.layers import rope_tables
 from streamrl_jax.train.tensorfile import map_tensors, write_tensors
@@ -85,7 +86,7 @@ def test_logits_equal_those_of_transformers_both_ways(
 
     theirs = transformers_model(hf_config(**VARIANTS[variant]))
     theirs.save_pretrained(tmp_path / "theirs")
-    model = tiny_model(hf.read_arch(tmp_path / "theirs"), compute=Compute(remat="none"))
+    model = tiny_model(read_arch(tmp_path / "theirs"), compute=Compute(remat="none"))
     params = hf.load_params(tmp_path / "theirs", model)
     expected = logits_of_transformers(theirs)
     inward = difference(logits_of_ours(model, params), expected)
@@ -127,7 +128,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     (directory / "tokenizer.json").write_text('{"of": "no meaning here"}')
     (directory / "chat_template.jinja").write_text("{{ messages }}\n\n")
     (directory / "pytorch_model.bin").write_bytes(b"not to be copied")
-    model = tiny_model(hf.read_arch(directory), (2, 2, 2))
+    model = tiny_model(read_arch(directory), (2, 2, 2))
     params = random_params(model, 11)
     write_tensors(
         directory / hf.SINGLE_FILE,
@@ -238,15 +239,15 @@ def copy_of(checkpoint: Checkpoint, tmp_path: Path) -> tuple[Path, Model]:
 
 def test_a_missing_directory_or_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
-        hf.read_arch(tmp_path / "nowhere")
+        read_arch(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no config\.json"):
-        hf.read_arch(tmp_path)
+        read_arch(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not JSON"):
-        hf.read_arch(tmp_path)
+        read_arch(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="a JSON object is needed, found list"):
-        hf.read_arch(tmp_path)
+        read_arch(tmp_path)
     with pytest.raises(UserError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         hf.load_params(tmp_path, checkpoint[1])
 
@@ -258,13 +259,13 @@ def test_names_that_do_not_fit_the_configuration(checkpoint: Checkpoint, tmp_pat
     with pytest.raises(
         UserError, match=r"copy: .*12 missing: model\.layers\.2.*2 of a wrong shape: model\.embed"
     ):
-        hf.load_params(directory, Model(hf.read_arch(directory), model.mesh))
+        hf.load_params(directory, Model(read_arch(directory), model.mesh))
 
 
 def test_a_tied_checkpoint_with_a_head_of_its_own(checkpoint: Checkpoint, tmp_path: Path) -> None:
     directory, model = copy_of(checkpoint, tmp_path)
     (directory / "config.json").write_text(json.dumps(hf_config(tie_word_embeddings=True)))
-    tied = Model(hf.read_arch(directory), model.mesh)
+    tied = Model(read_arch(directory), model.mesh)
     with pytest.raises(UserError, match=r"tie_word_embeddings = true, but lm_head\.weight differs"):
         hf.load_params(directory, tied)
     tensors = map_tensors(directory / hf.SINGLE_FILE)
