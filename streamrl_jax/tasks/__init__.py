@@ -117,8 +117,6 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _check_type(task: str, key: str, value: Any, wanted: Any) -> None:
     plain = getattr(wanted, "__origin__", wanted)  # dict[str, Any] -> dict
     fits = isinstance(value, plain) or (plain is float and isinstance(value, int))
-    if plain is Mapping:
-        fits = isinstance(value, dict)
     if not fits or (isinstance(value, bool) and plain is not bool):
         raise UserError(f"data.task.{key} = {value!r}: task {task!r} needs a {plain.__name__} here")
 

@@ -2,7 +2,8 @@
 
 `17+25=` is answered by `18+24=19+23=20+22=…=41+1=42`: the left operand goes up, the right one down, and what
 counts is the sum at the end. The length depends on the right operand, so answers of one batch end at
-different times. As in the task `arithmetic` the warm start's teacher forgets carries (`19` is followed by
+different times. A held-out sum does occur on the way in the chains of others: what is held out is where a
+chain begins. As in the task `arithmetic` the warm start's teacher forgets carries (`19` is followed by
 `10`), each on its own; an answer is right when no carry of its chain was forgotten.
 """
 

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from streamrl_jax.errors import UserError
+from streamrl_jax.tasks.smollm import find_gguf, write_tokenizer
 from streamrl_jax.tasks.toy_model import CHARACTERS, write_toy_checkpoint
 from streamrl_jax.tokenizer import Tokenizer
 
@@ -295,3 +296,19 @@ def test_a_template_that_refuses_and_one_that_is_missing(tmp_path: Path) -> None
     without = Tokenizer.load(write_checkpoint(tmp_path / "b", byte_level_bpe()))
     with pytest.raises(UserError, match="no chat template"):
         without.encode_chat(CHATS[0])
+
+
+def test_smollm_tokenizer_equals_that_of_transformers_and_sets_digits_apart(tmp_path: Path) -> None:
+    write_tokenizer(find_gguf(), tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 49152}')
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*TEXTS, "  12  345 + 6", "<|im_start|>user\nhi<|im_end|>\n"]:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text).tolist() == ids
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids) == text
+    assert [ours.decode([token]) for token in ours.encode("  12")] == ["  ", "1", "2"]
+    rendered = theirs.apply_chat_template(CHATS[1], tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(CHATS[1]) == rendered
+    assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert [ours.decode([token], skip_special_tokens=False) for token in ours.eos_ids] == ["<|im_end|>"]
+    assert ours.bos_id is None and ours.unk_id is None
