@@ -16,6 +16,7 @@ from typing import Final
 from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
 from streamrl_jax.bridge.pull import pull
 from streamrl_jax.gen import net
+from streamrl_jax.gen.health import add_health
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.options import InstanceSpec
 from streamrl_jax.gen.protocol import Engine, EngineFailed
@@ -51,6 +52,7 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
     service = GenerationService(engine, identity, partial(pull, token=token, directories=scratch))
     server = net.make_server(token)
     rpc.add_StreamGenerationServicer_to_server(service, server)
+    add_health(server, lambda: service.serving)
     address = net.bind(server, spec.listen, insecure=spec.insecure, token=token)
     told = _told_to_end()
     await server.start()

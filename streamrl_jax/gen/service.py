@@ -130,6 +130,11 @@ class GenerationService(rpc.StreamGenerationServicer):
             self._outbox.beat()
 
     @property
+    def serving(self) -> bool:
+        """Whether it can take work: loaded, and neither failed nor draining."""
+        return self._ready and not self._failure and not self._draining
+
+    @property
     def info(self) -> InstanceInfo:
         """What the instance says of itself."""
         limits = self._engine.limits

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl_jax.bridge.blob import SHARED_MEMORY, BlobWriter
 from streamrl_jax.bridge.manifest import pack
-from streamrl_jax.gen.client import InstanceClient, InstanceError, InstanceStream
-from streamrl_jax.gen.launch import LocalInstance, LocalLauncher
+from streamrl_jax.gen.client import InstanceClient, InstanceStream
+from streamrl_jax.gen.launch import LocalLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
 from streamrl_jax.types import (
     Assignment,
@@ -27,6 +29,7 @@ from streamrl_jax.types import (
     Hello,
     InstanceState,
     Manifest,
+    Progress,
     UpdateReport,
     WeightSource,
 )
@@ -111,6 +114,17 @@ class Loop:
         self._loop.close()
 
 
+class Instance(Protocol):
+    """What the tests need of a started instance."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def process_group(self) -> int: ...
+    def ended(self) -> str | None: ...
+    def log_tail(self) -> str: ...
+
+
 @dataclass
 class Startup:
     """How an instance was seen to come up."""
@@ -120,7 +134,7 @@ class Startup:
     phases: list[str] = field(default_factory=list)
 
 
-async def wait_until_loaded(client: InstanceClient, instance: LocalInstance) -> Startup:
+async def wait_until_loaded(client: InstanceClient, instance: Instance) -> Startup:
     """Asks for the status until the engine is up."""
     seen = Startup()
     began = time.monotonic()
@@ -145,12 +159,13 @@ class Rig:
     """The instance, and what the tests do with it."""
 
     loop: Loop
-    instance: LocalInstance
+    instance: Instance
     client: InstanceClient
     stream: InstanceStream
     startup: Startup
     version: int = -1
     model: Qwen2ForCausalLM | None = None
+    progress: dict[str, list[Progress]] = field(default_factory=lambda: defaultdict(list))  # by sample id
     _numbers: int = 0
 
     def sample_id(self) -> str:
@@ -192,6 +207,8 @@ class Rig:
         """The next answers, in the order of their end."""
         found: list[Generation] = []
         async for event in self.stream.events():
+            if isinstance(event, Progress):
+                self.progress[event.sample_id].append(event)
             if isinstance(event, Generation):
                 await self.stream.acknowledge(event.sample_id, event.attempt)
                 found.append(event)
@@ -221,43 +238,38 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_launcher(model_dir: Path, run_dir: Path, name: str = "instance-0") -> LocalLauncher:
-    """A launcher of one real instance on one core."""
+def make_launcher(model_dir: Path, run_dir: Path, ranks: int = 1) -> LocalLauncher:
+    """A launcher of one real instance, a core for each of its ranks."""
+    cores = sorted(os.sched_getaffinity(0))[:ranks]
     engine = EngineOptions(
-        str(model_dir), max_model_len=256, max_num_seqs=8, device="cpu:0", kv_cache_gib=0.25
+        str(model_dir),
+        max_model_len=256,
+        max_num_seqs=8,
+        tensor_parallel_size=ranks,
+        device=f"cpu:{','.join(map(str, cores))}",
+        kv_cache_gib=0.25,
     )
-    return LocalLauncher([InstanceSpec(name, engine, fence=FENCE)], run_dir, run_seed=7)
+    return LocalLauncher([InstanceSpec("instance-0", engine, fence=FENCE)], run_dir, run_seed=7)
+
+
+async def connect(loop: Loop, instance: Instance) -> Rig:
+    """Waits until an instance is loaded and opens its stream."""
+    client = InstanceClient(instance.address)
+    startup = await wait_until_loaded(client, instance)
+    hello = Hello(FENCE, heartbeat_interval_s=0.2, progress_interval_s=0.02)
+    return Rig(loop, instance, client, await client.open(hello), startup)
 
 
 @pytest.fixture(scope="session")
 def rig(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """The shared instance, serving version 0."""
     loop = Loop()
-    launcher = make_launcher(model_dir, tmp_path_factory.mktemp("run"))
-
-    async def start() -> Rig:
-        instance = await launcher.start("instance-0")
-        client = InstanceClient(instance.address)
-        try:
-            startup = await wait_until_loaded(client, instance)
-            hello = Hello(FENCE, heartbeat_interval_s=0.2, progress_interval_s=0.0)
-            return Rig(loop, instance, client, await client.open(hello), startup)
-        except BaseException:
-            await instance.stop()
-            raise
-
-    found = loop.run(start(), START_S + 60)
+    instance = loop.run(make_launcher(model_dir, tmp_path_factory.mktemp("run")).start("instance-0"))
     try:
+        found = loop.run(connect(loop, instance), START_S + 60)
         found.push(make_model(0))
         yield found
+        loop.run(found.client.close())
     finally:
-
-        async def stop() -> None:
-            await found.client.close()
-            await found.instance.stop()
-
-        try:
-            loop.run(stop())
-        except InstanceError:
-            loop.run(found.instance.stop())
+        loop.run(instance.stop())
         loop.close()

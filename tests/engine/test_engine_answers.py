@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from streamrl_jax.types import (
     Sampling,
     VersionRun,
 )
-from tests.engine.conftest import STOP_ID, VOCABULARY, Rig, make_model, reference_logprobs
+from tests.engine.conftest import FENCE, STOP_ID, VOCABULARY, Rig, make_model, reference_logprobs
 
 TRAINING = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=(STOP_ID, 2))
 
@@ -143,26 +144,26 @@ def test_an_aborted_answer_returns_its_tokens(rig: Rig) -> None:
 
 
 def test_the_longest_goes_first(rig: Rig) -> None:
-    # Eight slots; while the first eight run, the rest waits in the order of its priority.
-    sampling = replace(TRAINING, stop_token_ids=(), max_new_tokens=60)
-    short = replace(TRAINING, stop_token_ids=(), max_new_tokens=4)
+    # Priority is minus the predicted length. All wait when sampling begins, eight run at once, and as all
+    # are in truth equally long they end in the waves in which they began.
+    sampling = replace(TRAINING, stop_token_ids=(), max_new_tokens=4)
+    predicted = np.random.default_rng(0).permutation(24).tolist()
     ids = np.array([5], np.int32)
-    blockers = [Assignment(rig.sample_id(), 0, ids, sampling, priority=-1000) for _ in range(8)]
-    waiting = [Assignment(rig.sample_id(), 0, ids, short, priority=-i) for i in range(24)]
+    given = [Assignment(rig.sample_id(), 0, ids, sampling, priority=-length) for length in predicted]
 
     async def work() -> list[Generation]:
-        await rig.assign(blockers)
-        while (await rig.client.status())[0].running < 8:
-            pass
-        await rig.assign(waiting)
-        return await rig.collect(len(blockers) + len(waiting))
+        await rig.client.pause(FENCE, keep=True, timeout_s=30)
+        await rig.assign(given)
+        while (await rig.client.status())[0].waiting < len(given):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # the last ones are on their way to EngineCore
+        await rig.client.resume(FENCE)
+        return await rig.collect(len(given))
 
-    order = [answer.sample_id for answer in rig.loop.run(work())]
-    started = [sample_id for sample_id in order if sample_id not in {b.sample_id for b in blockers}]
-    expected = [assignment.sample_id for assignment in reversed(waiting)]
-    # Equally long ones end in the waves in which they began.
-    for wave in range(0, 24, 8):
-        assert set(started[wave : wave + 8]) == set(expected[wave : wave + 8])
+    length_of = {assignment.sample_id: -assignment.priority for assignment in given}
+    ended = [length_of[answer.sample_id] for answer in rig.loop.run(work())]
+    waves = [sorted(ended[start : start + 8], reverse=True) for start in range(0, 24, 8)]
+    assert waves == [list(range(23, 15, -1)), list(range(15, 7, -1)), list(range(7, -1, -1))]
 
 
 def test_an_id_outside_the_vocabulary_is_refused(rig: Rig) -> None:

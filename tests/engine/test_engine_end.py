@@ -7,34 +7,55 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
-from streamrl_jax.types import InstanceState
-from tests.engine.conftest import Rig
+from streamrl_jax.bridge.manifest import pack
+from streamrl_jax.types import Assignment, InstanceState, Sampling
+from tests.engine.conftest import (
+    ARCHITECTURE,
+    FENCE,
+    START_S,
+    Loop,
+    Rig,
+    checkpoint_arrays,
+    connect,
+    make_model,
+    reference_logprobs,
+)
 
 GONE_WITHIN_S = 30.0
 
 PARENT = """
 import asyncio, sys, time
 from pathlib import Path
-from streamrl_jax.gen.client import InstanceClient
-from tests.engine.conftest import make_launcher, wait_until_loaded
+from tests.engine.conftest import make_launcher
 
-async def start():
-    instance = await make_launcher(Path(sys.argv[1]), Path(sys.argv[2]), "orphan").start("orphan")
-    client = InstanceClient(instance.address)
-    await wait_until_loaded(client, instance)
-    await client.close()
-    return instance
-
-instance = asyncio.run(start())
-print(instance.process_group, flush=True)
+instance = asyncio.run(make_launcher(Path(sys.argv[1]), Path(sys.argv[2]), ranks=2).start("instance-0"))
+print(instance.address, instance.process_group, flush=True)
 time.sleep(600)
 """
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An instance that another process has started."""
+
+    address: str
+    process_group: int
+
+    def ended(self) -> str | None:
+        """As far as can be seen from here."""
+        return None if psutil.pid_exists(self.process_group) else "gone"
+
+    def log_tail(self) -> str:
+        """Is read elsewhere."""
+        return ""
 
 
 def tree(root: int) -> list[psutil.Process]:
@@ -76,23 +97,65 @@ def test_a_stopped_engine_core_shows_as_growing_age(rig: Rig) -> None:
     wait_until(lambda: age() < 2, "an age under 2 s again")
 
 
-def test_killing_the_parent_leaves_nothing_though_the_core_is_stopped(
-    model_dir: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def parted(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Rig, subprocess.Popen[bytes]]]:
+    """An instance of two tensor-parallel ranks whose launcher is another process, and that process."""
+    loop = Loop()
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(model_dir), str(tmp_path)],
+        [sys.executable, "-c", PARENT, str(model_dir), str(tmp_path_factory.mktemp("parted"))],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    assert parent.stdout is not None
-    instance = int(parent.stdout.readline())
-    guard = psutil.Process(instance).parent()
+    try:
+        assert parent.stdout is not None
+        address, group = parent.stdout.readline().split()
+        rig = loop.run(connect(loop, Foreign(address.decode(), int(group))), START_S + 60)
+        yield rig, parent
+        loop.run(rig.client.close())
+    finally:
+        parent.kill()
+        parent.communicate(timeout=30)
+        loop.close()
+
+
+def test_two_ranks_agree_on_a_push_and_refuse_a_bad_one_together(
+    parted: tuple[Rig, subprocess.Popen[bytes]],
+) -> None:
+    rig, _ = parted
+    model = make_model(3)
+    rig.push(model)
+    prompt = np.array([7, 8, 9], np.int32)
+
+    def difference() -> float:
+        given = [Assignment(rig.sample_id(), 0, prompt, Sampling(0.7, 40, ())) for _ in range(4)]
+        return max(
+            float(np.abs(reference_logprobs(model, [7, 8, 9], a.token_ids.tolist(), 0.7) - a.logprobs).max())
+            for a in rig.answer(given)
+        )
+
+    first = difference()
+    print(f"\ntwo ranks: largest log-prob difference {first:.2e}")
+    assert first < 1e-5
+    manifest, blob = pack(FENCE, 1, ARCHITECTURE, checkpoint_arrays(make_model(4)))
+    blob[manifest.tensors[3].offset] ^= 1
+    report = rig.update(manifest, blob)
+    assert (report.accepted, report.quarantined, report.version) == (False, False, 0)
+    assert report.reason.count("do not match digest") == 1  # both ranks found it; it is told once
+    assert difference() < 1e-5
+
+
+def test_killing_the_parent_leaves_nothing_though_the_core_is_stopped(
+    parted: tuple[Rig, subprocess.Popen[bytes]],
+) -> None:
+    rig, parent = parted
+    guard = psutil.Process(rig.instance.process_group).parent()
     assert guard is not None
-    processes = [guard, *tree(instance)]
-    engine_core(instance).suspend()
+    processes = [guard, *tree(rig.instance.process_group)]
+    engine_core(rig.instance.process_group).suspend()
     parent.kill()
     parent.wait()
-    parent.stdout.close()
     seconds = wait_until(lambda: not alive(processes), "the end of all processes")
     print(f"\nparent killed, core stopped: {len(processes)} processes gone after {seconds:.1f} s")
 

@@ -146,6 +146,14 @@ def test_each_token_of_an_answer_in_flight_carries_the_version_that_sampled_it(r
         versions = expand_runs(answer.versions)
         assert [run.version for run in answer.versions] == [old_version, old_version + 1]
         prompt, ids = assignment.prompt_ids.tolist(), answer.token_ids.tolist()
+        told = rig.progress[answer.sample_id]
+        assert len(told) > 3
+        assert [p.offset for p in told] == np.cumsum([0, *(len(p.token_ids) for p in told[:-1])]).tolist()
+        for field, whole in (("token_ids", answer.token_ids), ("logprobs", answer.logprobs)):
+            parts = np.concatenate([getattr(part, field) for part in told])
+            np.testing.assert_array_equal(parts, whole[: len(parts)])
+        parts = np.concatenate([expand_runs(part.versions) for part in told])
+        np.testing.assert_array_equal(parts, versions[: len(parts)])
         # The KV of what runs is recomputed: each half agrees with its own weights over the whole context.
         for version, model in ((old_version, older), (rig.version, rig.model)):
             mine = versions == version

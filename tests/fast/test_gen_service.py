@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ import grpc
 import numpy as np
 import pytest
 
+from streamrl_jax.bridge.manifest import pack
+from streamrl_jax.bridge.pull import pull
+from streamrl_jax.bridge.store import WeightStore
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net
 from streamrl_jax.gen.client import Drained, Granted, InstanceClient, InstanceError, InstanceStream
+from streamrl_jax.gen.health import CHECK, add_health
 from streamrl_jax.gen.protocol import EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
+from streamrl_jax.gen.updates import Pull
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.types import (
     Assignment,
@@ -33,6 +39,7 @@ from streamrl_jax.types import (
     Rejection,
     RejectReason,
     Sampling,
+    UpdateReport,
     VersionRun,
     WeightSource,
 )
@@ -76,10 +83,12 @@ async def serving(
     wrap: Callable[[GenerationService], rpc.StreamGenerationServicer] = lambda service: service,
     ready: bool = True,
     fence: Fence | None = None,
+    fetch: Pull | None = None,
 ) -> AsyncIterator[tuple[GenerationService, str]]:
     """A running service and its address."""
-    service = GenerationService(engine, Identity("instance-0", 2, "host", fence=fence))
+    service = GenerationService(engine, Identity("instance-0", 2, "host", fence=fence), fetch)
     server = net.make_server(token)
+    add_health(server, lambda: service.serving)
     rpc.add_StreamGenerationServicer_to_server(wrap(service), server)
     address = net.bind(server, "127.0.0.1:0", insecure=False, token=token)
     await server.start()
@@ -600,6 +609,87 @@ def test_every_call_needs_the_token() -> None:
                 assert len(await answers(stream, 1)) == 1
 
     run(scenario)
+
+
+def test_health_needs_no_token_and_follows_the_state() -> None:
+    async def scenario() -> None:
+        async with serving(FakeEngine(start_s=0.2), token="secret", ready=False) as (service, address):
+            async with grpc.aio.insecure_channel(address, options=net.CHANNEL_OPTIONS) as channel:
+                check = channel.unary_unary(CHECK)
+                assert await check(b"") == b"\x08\x02"
+                while service.status.state is InstanceState.LOADING:
+                    await asyncio.sleep(0.01)
+                assert await check(b"") == b"\x08\x01"
+            client = InstanceClient(address, "secret")
+            await client.drain(FENCE)
+            await client.close()
+            assert not service.serving
+
+    run(scenario)
+
+
+def test_an_update_that_another_life_overtook_is_not_served() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(update_s=0.3)
+        source = WeightSource("/dev/shm/blob")
+        async with serving(engine) as (_, address):
+            client = InstanceClient(address)
+            update = asyncio.create_task(client.update(manifest(7), source, in_flight=True, timeout_s=5))
+            await asyncio.sleep(0.1)
+            async with stream_to(address, Hello(Fence("run", 1), 0.05)):
+                report = await update
+                assert (report.accepted, report.version) == (False, -1)
+                assert "superseded" in report.reason
+                status, _ = await client.status()
+                assert status.version == -1
+            await client.close()
+
+    run(scenario)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a store holds of a version."""
+
+    manifest: Manifest
+    path: Path
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_an_instance_elsewhere_fetches_from_the_store(tmp_path: Path, token: str) -> None:
+    blob_manifest, blob = pack(FENCE, 0, "Fake", {"w": np.arange(100_000, dtype=np.float32)})
+    stored = tmp_path / "blob.bin"
+    stored.write_bytes(blob)
+    seen: list[bytes] = []
+
+    class Reading(FakeEngine):
+        async def update_weights(self, manifest: Manifest, blob: Path, **bounds: Any) -> UpdateReport:
+            seen.append(blob.read_bytes())
+            return await super().update_weights(manifest, blob, **bounds)
+
+    async def scenario() -> None:
+        fetched = tmp_path / "fetched"
+        fetched.mkdir()
+        fetch = functools.partial(pull, token=token, directories=(fetched,))
+        held = {0: Held(blob_manifest, stored)}
+        store = net.make_server(token)
+        rpc.add_WeightStoreServicer_to_server(WeightStore(lambda: FENCE, lambda: held), store)
+        source = WeightSource(address=net.bind(store, "127.0.0.1:0", insecure=False, token=token))
+        await store.start()
+        async with serving(Reading(), token=token, fetch=fetch) as (_, instance):
+            client = InstanceClient(instance, token)
+            report = await client.update(blob_manifest, source, in_flight=False, timeout_s=10)
+            assert report.accepted, report.reason
+            missing = replace(blob_manifest, version=1)
+            refused = await client.update(missing, source, in_flight=False, timeout_s=10)
+            assert (refused.accepted, refused.version) == (False, 0)
+            assert "version 1" in refused.reason
+            await client.close()
+        await store.stop(None)
+        assert not list(fetched.iterdir())
+
+    run(scenario)
+    assert seen == [bytes(blob)]
 
 
 def test_a_stream_without_hello_is_refused() -> None:
