@@ -124,6 +124,7 @@ def test_killed_and_stopped_in_mid_batch(model_dir: Path, tmp_path: Path) -> Non
     try:
         controller.start()
         controller.wait_ready(START_S)
+        started = processes_of(tmp_path)
         with version_zero() as (manifest, source):
             controller.publish(manifest, source).result(60)
             controller.submit(Job("train/0", prompts, 4, SAMPLING, 0, 0))
