@@ -27,6 +27,7 @@ from streamrl_jax.provenance import write_provenance
 from streamrl_jax.rundir import RunDir, create, look, reopen
 from streamrl_jax.samples_log import supersede
 from streamrl_jax.starts import Fork, parse_fork
+from streamrl_jax.trace import Trace
 
 if TYPE_CHECKING:
     from streamrl_jax.train.advantage import GroupAdvantage
@@ -138,7 +139,8 @@ def train(
         restore = _restore_point(home, checkpointer, resume)
         sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
         _write_down(cfg, home, inputs)
-        edges = Edges(generation, checkpointer, display, sink, stop)
+        trace = stack.enter_context(Trace(home.trace))
+        edges = Edges(generation, checkpointer, display, sink, trace, stop)
         try:
             parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, restore))
         except StopRequested as request:  # nothing is trained yet that a checkpoint could keep

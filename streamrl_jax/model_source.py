@@ -49,6 +49,6 @@ def model_directory(name: str, field: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{field} = {name!r}: there is no such directory, and the hub did not give a model of this name "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name, or put the checkpoint on disk and "
-            "give its directory"
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name, or put the checkpoint on "
+            "disk and give its directory"
         ) from error

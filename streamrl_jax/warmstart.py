@@ -91,7 +91,7 @@ def _steps(
             display.note(f"{seen}, greedy accuracy on the stop set {metrics['sft/accuracy']:.3f}")
         display.phase("sft", "warm start, step", step, cfg.sft.steps)
         yield record(step, time.time(), metrics)
-        if metrics.get("sft/accuracy", 0.0) >= cfg.sft.stop_accuracy:
+        if cfg.sft.stop_accuracy < 1.0 and metrics.get("sft/accuracy", 0.0) >= cfg.sft.stop_accuracy:
             return
 
 

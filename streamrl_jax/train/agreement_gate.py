@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -69,7 +68,6 @@ class AgreementGate:
         self._stop = stop
         self._history: list[float] = []
         self._probed: Comparison | None = None
-        self.probe_s = 0.0
 
     def probe(self, trainer: Trainer, version: int) -> None:
         """Compares the instances with the trainer's present parameters, in async mode; waits for the answers.
@@ -81,10 +79,9 @@ class AgreementGate:
         Raises:
             StopRequested: A signal came.
         """
-        self._probed, self.probe_s = None, 0.0
+        self._probed = None
         if self._cfg.trainer.max_staleness == 0 or not self._prompts:
             return
-        begun = time.monotonic()
         bound = self._cfg.trainer.sample_timeout_s
         with self._stop.interruptible():
             self._weights.served(bound)
@@ -98,7 +95,6 @@ class AgreementGate:
             for micro in micros
         ]
         self._probed = compare(scored, version)
-        self.probe_s = time.monotonic() - begun
 
     def check(self, iteration: int, result: IterationResult) -> None:
         """Judges the iteration; what was probed counts where there is a probe.
@@ -109,8 +105,8 @@ class AgreementGate:
         if result.refused:
             raise UserError(
                 f"iteration {iteration}: loss or gradient is not finite; the update was refused and the parameters "
-                f"are those of version {iteration}. The iteration's samples are in samples/. Lower actor.optim.lr, or look at "
-                "the rewards; --resume goes on from the last checkpoint"
+                f"are those of version {iteration}. The iteration's samples are in samples/. Lower actor.optim.lr, or "
+                "look at the rewards; --resume goes on from the last checkpoint"
             )
         compared = self._probed or result.agreement
         reached = compared.quantile(self._cfg.agreement.quantile)
@@ -133,4 +129,4 @@ class AgreementGate:
             name.replace("training/rollout_", "training/probe_"): value
             for name, value in self._probed.metrics().items()
         }
-        return renamed | {"timing_s/probe": self.probe_s}
+        return renamed

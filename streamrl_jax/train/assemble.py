@@ -20,6 +20,7 @@ from streamrl_jax.metrics import MetricSink
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.samples_log import SampleLog
+from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate, probe_sampling
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import BEST_METRIC, Meta
@@ -62,6 +63,7 @@ class Edges:
     checkpointer: Checkpointer
     display: Display
     sink: MetricSink
+    trace: Trace
     stop: StopSignal
 
 
@@ -205,25 +207,25 @@ def _parts(
     weights: Weights,
     meta: Meta | None,
 ) -> Parts:
-    controller, stop = edges.generation.controller, edges.stop
+    controller, stop, trace = edges.generation.controller, edges.stop, edges.trace
     start = meta.version if meta else 0
     evaluated = meta is not None and BEST_METRIC in meta.metrics
     stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
     sampling = training_sampling(cfg, stop_ids)
-    rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, stop, start)
+    rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, trace, stop, start)
     probes = inputs.train_prompts.iteration(0)
     gate = AgreementGate(cfg, controller, weights, steps, probes, probe_sampling(cfg, sampling), stop)
     samples = SampleLog(home.samples, home.fence, inputs.tokenizer.decode)
     hardware = _hardware(cfg, steps)
     recorder = Recorder(
-        cfg, edges.sink, samples, edges.display, controller, rollouts, weights, gate, hardware
+        cfg, edges.sink, samples, trace, edges.display, controller, rollouts, weights, gate, hardware
     )
     held_out = inputs.test_prompts.all() if inputs.test_prompts else ()
     evaluator = Evaluator(
         cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder, stop, evaluated
     )
     keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start)
-    return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder)
+    return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, trace)
 
 
 def _hardware(cfg: Config, steps: Steps) -> Hardware:

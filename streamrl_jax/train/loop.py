@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from streamrl_jax.config import Config
 from streamrl_jax.errors import UserError
+from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate
 from streamrl_jax.train.evaluator import Evaluator
 from streamrl_jax.train.keeper import Keeper
@@ -48,6 +49,7 @@ class Parts:
     evaluator: Evaluator
     keeper: Keeper
     recorder: Recorder
+    trace: Trace
 
 
 def train(parts: Parts, start: int) -> None:
@@ -73,8 +75,10 @@ def train(parts: Parts, start: int) -> None:
         for sample in parts.rollouts.samples(iteration):
             parts.recorder.sample(sample)
             parts.trainer.add(sample)
-        parts.gate.probe(parts.trainer, version=iteration)
-        result = parts.trainer.end_iteration()
+        with parts.trace.phase("probe", iteration=iteration):
+            parts.gate.probe(parts.trainer, version=iteration)
+        with parts.trace.phase("update", iteration=iteration):
+            result = parts.trainer.end_iteration()
         try:
             parts.gate.check(iteration, result)
         except UserError:
@@ -87,6 +91,8 @@ def train(parts: Parts, start: int) -> None:
         parts.recorder.end(iteration, result)
         parts.keeper.completed(version)
         if parts.evaluator.due(version):
-            parts.evaluator.evaluate(version)
+            with parts.trace.phase("testing", version=version):
+                parts.evaluator.evaluate(version)
         if parts.keeper.due(version):
-            parts.keeper.save(version)
+            with parts.trace.phase("save_checkpoint", version=version):
+                parts.keeper.save(version)

@@ -16,6 +16,7 @@ from streamrl_jax.flops import mfu, peak_flops, throughput, update_flops
 from streamrl_jax.metrics import MetricSink, Missing, Value, record
 from streamrl_jax.progress import Display
 from streamrl_jax.samples_log import SampleLog
+from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate
 from streamrl_jax.train.evaluator import Evaluation
 from streamrl_jax.train.models import Arch
@@ -85,6 +86,7 @@ class Recorder:
         cfg: The run's configuration.
         sink: Takes the metric records.
         samples: Takes every consumed sample.
+        trace: Takes it too, and knows how long each phase took.
         display: Shows how far the iteration is.
         controller: Asked for its pool and counters.
         rollouts: Knows how long the trainer waited.
@@ -98,6 +100,7 @@ class Recorder:
         cfg: Config,
         sink: MetricSink,
         samples: SampleLog,
+        trace: Trace,
         display: Display,
         controller: Controller,
         rollouts: Rollouts,
@@ -108,6 +111,7 @@ class Recorder:
         self._cfg = cfg
         self._sink = sink
         self._log = samples
+        self._trace = trace
         self._display = display
         self._controller = controller
         self._rollouts = rollouts
@@ -118,6 +122,7 @@ class Recorder:
     def begin(self, iteration: int) -> None:
         """An iteration begins."""
         self._begun = time.monotonic()
+        self._trace.take_seconds()  # what was done between iterations is not this one's
         self._samples: list[Sample] = []
         self._before = {view.name: view for view in self._controller.pool()}
         self._show(iteration)
@@ -125,6 +130,7 @@ class Recorder:
     def sample(self, sample: Sample) -> None:
         """A sample was taken."""
         self._samples.append(sample)
+        self._trace.sample(sample)
         self._show(sample.iteration)
 
     def end(self, iteration: int, result: IterationResult) -> None:
@@ -143,12 +149,14 @@ class Recorder:
             "training/global_step": float(iteration + 1),
             "training/version": float(iteration + 1),
             "training/samples": float(len(self._samples)),
+            **{f"timing_s/{name}": spent for name, spent in self._trace.take_seconds().items()},
             "timing_s/step": seconds,
             "timing_s/gen_wait": self._rollouts.waited.total_s,
             "timing_s/gen_wait_first": self._rollouts.waited.first_s,
             "trainer/idle_ratio": self._rollouts.waited.total_s / seconds,
         }
         self._sink.write(record(iteration + 1, time.time(), metrics))
+        self._trace.flush()
 
     def evaluation(self, result: Evaluation) -> None:
         """An evaluation is done."""

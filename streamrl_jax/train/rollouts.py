@@ -11,6 +11,7 @@ from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.data import PromptSet
 from streamrl_jax.interrupt import StopSignal
+from streamrl_jax.trace import Trace
 from streamrl_jax.types import Sample, Sampling
 
 
@@ -61,6 +62,9 @@ def arriving(controller: Controller, job_id: str, timeout_s: float, stop: StopSi
         yield sample
 
 
+_SHOWN_WAIT_S = 1e-3  # shorter ones would only swell the timeline
+
+
 @dataclass
 class Waited:
     """How long the trainer waited for samples in an iteration, seconds."""
@@ -79,6 +83,7 @@ class Rollouts:
         controller: Where prompts go.
         prompts: The training prompts; iteration i's are a pure function of i.
         sampling: From `training_sampling`.
+        trace: Shows when the trainer waited.
         stop: Signals that may end the wait.
         start: The first iteration to open.
     """
@@ -89,6 +94,7 @@ class Rollouts:
         controller: Controller,
         prompts: PromptSet,
         sampling: Sampling,
+        trace: Trace,
         stop: StopSignal,
         start: int,
     ) -> None:
@@ -96,6 +102,7 @@ class Rollouts:
         self._controller = controller
         self._prompts = prompts
         self._sampling = sampling
+        self._trace = trace
         self._stop = stop
         self._next = start
         self.waited = Waited()
@@ -133,7 +140,10 @@ class Rollouts:
         bound = self._cfg.trainer.sample_timeout_s
         begun = time.monotonic()
         for sample in arriving(self._controller, train_job(iteration), bound, self._stop):
-            waited = time.monotonic() - begun
+            now = time.monotonic()
+            waited = now - begun
+            if waited > _SHOWN_WAIT_S:
+                self._trace.span("gen_wait", begun, now)
             self.waited.first_s = self.waited.first_s or waited
             self.waited.total_s += waited
             yield sample
