@@ -89,6 +89,20 @@ def packing_metrics(batches: Sequence[MicroBatch]) -> dict[str, float]:
     }
 
 
+def overlap_metrics(accumulated_at: Sequence[float], last_arrival: float) -> dict[str, float]:
+    """How much of the training ran behind the generation (arXiv 2504.15930, figure 5b).
+
+    Args:
+        accumulated_at: When each micro-batch's gradient was begun; monotonic seconds of this machine.
+        last_arrival: When the iteration's last sample was there, on the same clock.
+
+    Returns:
+        The share of the micro-batches that did not wait for the last sample.
+    """
+    early = sum(begun < last_arrival for begun in accumulated_at)
+    return {"training/overlapped": early / len(accumulated_at)}
+
+
 def _merged(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
     collected: defaultdict[str, list[Moments]] = defaultdict(list)
     for part in parts:

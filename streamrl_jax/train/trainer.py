@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,13 @@ from streamrl_jax.train.mesh import batch_shards, replicated
 from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments, faded, merge
 from streamrl_jax.train.objective import Prepared, Tally
-from streamrl_jax.train.report import answer_metrics, loss_metrics, packing_metrics, update_metrics
+from streamrl_jax.train.report import (
+    answer_metrics,
+    loss_metrics,
+    overlap_metrics,
+    packing_metrics,
+    update_metrics,
+)
 from streamrl_jax.train.shapes import BatchShape, plan_rl_shape
 from streamrl_jax.train.state import TrainState
 from streamrl_jax.train.step import Steps, UpdateReport
@@ -131,11 +138,13 @@ class Trainer:
         self._tallies: list[Tally] = []
         self._scored: list[tuple[MicroBatch, Float[Array, "rows len"]]] = []
         self._reports: list[UpdateReport] = []
-        self._accumulated = 0
+        self._accumulated_at: list[float] = []
+        self._last_arrival = 0.0
         self._whitening = self._whitening_known()
 
     def add(self, sample: Sample) -> None:
         """Takes a sample, and works on the micro-batch that it fills."""
+        self._last_arrival = max(self._last_arrival, sample.rewarded_s)
         for answer in self._with_advantage(sampled_answer(sample)):
             self._answers.append(answer)
             if self._steps.single_update:
@@ -144,7 +153,7 @@ class Trainer:
     @property
     def accumulated(self) -> int:
         """Micro-batches of this iteration whose actor gradient has been computed; each pass counts."""
-        return self._accumulated
+        return len(self._accumulated_at)
 
     def end_iteration(self) -> IterationResult:
         """Works on what is left, updates the networks, and waits for the result.
@@ -205,7 +214,7 @@ class Trainer:
         )
         self._gradients = actor_sum, critic_sum
         self._tallies.append(tally)
-        self._accumulated += 1
+        self._accumulated_at.append(time.monotonic())
         if not self._reports:  # no update yet: these are the log-probs of the trainer's version
             self._scored.append((batch.micro, logprobs))
 
@@ -283,6 +292,7 @@ class Trainer:
         )
         metrics |= answer_metrics(self._answers, taken)
         metrics |= update_metrics(reports) | packing_metrics([batch.micro for batch in self._batches])
+        metrics |= overlap_metrics(self._accumulated_at, self._last_arrival)
         agreement = compare(list(zip((m for m, _ in self._scored), scored, strict=True)), self._version)
         refused = metrics["training/update_refused"] > 0
         if self._cfg.uses_critic and not refused:
