@@ -37,6 +37,8 @@ _FUNCTIONS = '''
 import os, time
 from streamrl_jax.train.loss import clipped_policy_loss
 
+sent = []
+
 
 def digits(prompt, text, generation, delay_s=0.0):
     """Share of the answer that is digits: any policy has some, and learns to have more."""
@@ -44,9 +46,10 @@ def digits(prompt, text, generation, delay_s=0.0):
     return sum(character.isdigit() for character in text) / 8
 
 
-def signalling(prompt, text, generation, at, number):
-    """Signals the run from some sample on."""
-    if generation.sample_id >= at:
+def signalling(prompt, text, generation, at, number, times=1):
+    """Signals the run at the first samples of a job."""
+    if generation.sample_id.startswith(at) and sent.count((at, number)) < times:
+        sent.append((at, number))
         os.kill(os.getpid(), number)
     return digits(prompt, text, generation)
 
