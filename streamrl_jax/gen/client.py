@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import grpc
 
@@ -27,6 +27,9 @@ from streamrl_jax.types import (
 )
 
 T = TypeVar("T")
+
+_SLACK_S: Final = 10.0
+"""An instance keeps the bound of an update itself; its answer, which says why, should come first."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,7 @@ class InstanceClient:
             request.same_host.path = source.path
         else:
             request.store.address = source.address
-        # The instance keeps the bound itself; its answer, which says why, should win over the bound here.
-        call = self._stub.UpdateWeights(request, timeout=timeout_s + 5, metadata=self._metadata)
+        call = self._stub.UpdateWeights(request, timeout=timeout_s + _SLACK_S, metadata=self._metadata)
         info = await self._finish("UpdateWeights", call)
         return codec.report_from_proto(self.address, info)
 

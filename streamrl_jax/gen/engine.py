@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,6 +45,12 @@ STREAM_INTERVAL: Final = 16
 
 _POLL_S: Final = 0.02
 """Between two looks at how staging goes."""
+
+_ANSWER_S: Final = 3.0
+"""Bound on calls that EngineCore answers between two steps."""
+
+_LEAST_APPLY_S: Final = 5.0
+"""What applying gets also when the bound is nearly reached: giving up would cost a restart."""
 
 _ALIVE_S: Final = 1.0
 """Between two looks at whether the engine's process is still there, while a call waits for it."""
@@ -210,51 +216,49 @@ class VllmEngine:
         self, manifest: Manifest, blob: Path, *, in_flight: bool, timeout_s: float
     ) -> UpdateReport:
         """Stages on every rank, and only if none found a fault pauses, applies and resumes."""
-        deadline = time.monotonic() + timeout_s
         began = time.monotonic()
-        faults = await self._stage(manifest, blob, deadline)
-        staged = time.monotonic()
+        deadline = began + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                faults = await self._stage(manifest, blob)
+        except TimeoutError:
+            reason = (
+                f"version {manifest.version} was not checked in time; the engine may have stopped answering"
+            )
+            return UpdateReport("", False, self._version, reason, staged_s=time.monotonic() - began)
+        staged_s = time.monotonic() - began
+        if not faults and (late := await self._hold(in_flight, deadline)):
+            faults = [late]
         if faults:
-            await self._engine.collective_rpc("streamrl_discard")
+            await self._bounded(self._engine.collective_rpc("streamrl_discard"), "letting go of a version")
             reason = f"version {manifest.version} was refused: {summarise(faults)}"
-            return UpdateReport("", False, self._version, reason, staged_s=staged - began)
-        was_paused = self._paused
-        if (late := await self._hold(in_flight, deadline)) is not None:
-            await self._engine.collective_rpc("streamrl_discard")
-            return UpdateReport("", False, self._version, late, staged_s=staged - began)
+            return UpdateReport("", False, self._version, reason, staged_s=staged_s)
         held = time.monotonic()
         try:
-            await self._apply(manifest.version, max(1.0, deadline - held))
+            await self._apply(manifest.version, max(_LEAST_APPLY_S, deadline - held))
         except Exception as error:
             log.exception("applying version %d failed", manifest.version)
             reason = f"applying version {manifest.version} failed: {type(error).__name__}: {error}"
-            return UpdateReport("", False, NO_VERSION, reason, quarantined=True, staged_s=staged - began)
-        applied = time.monotonic()
-        if not was_paused:
-            await self._engine.resume_generation()
+            return UpdateReport("", False, NO_VERSION, reason, quarantined=True, staged_s=staged_s)
+        now = time.monotonic()
         return UpdateReport(
             "",
             True,
             self._version,
-            staged_s=staged - began,
-            paused_s=time.monotonic() - staged,
-            applied_s=applied - held,
+            staged_s=staged_s,
+            paused_s=now - began - staged_s,
+            applied_s=now - held,
         )
 
-    async def _stage(self, manifest: Manifest, blob: Path, deadline: float) -> list[str]:
-        """Faults that any rank found, each once."""
+    async def _stage(self, manifest: Manifest, blob: Path) -> list[str]:
+        """Faults that any rank found, each once; generation goes on meanwhile."""
         message = codec.manifest_to_proto(manifest).SerializeToString()
         await self._engine.collective_rpc("streamrl_stage", args=(message, str(blob)))
-        while True:
-            ranks: list[list[str] | None] = await self._engine.collective_rpc("streamrl_staging_faults")
-            found = [faults for faults in ranks if faults is not None]
-            if len(found) == len(ranks):
-                return list(dict.fromkeys(fault for faults in found for fault in faults))
-            if time.monotonic() > deadline:
-                return ["checking it did not end in time"]
+        while None in (ranks := await self._engine.collective_rpc("streamrl_staging_faults")):
             await asyncio.sleep(_POLL_S)
+        return list(dict.fromkeys(fault for faults in ranks for fault in faults))
 
-    async def _hold(self, in_flight: bool, deadline: float) -> str | None:
+    async def _hold(self, in_flight: bool, deadline: float) -> str:
         """Pauses, resets the prefix cache and marks running KV for recomputation; or says why not."""
         # What a Pause has frozen would never finish.
         mode = "keep" if in_flight or self._paused else "wait"
@@ -263,11 +267,17 @@ class VllmEngine:
                 await self._engine.pause_generation(mode=mode, clear_cache=True)
         except TimeoutError:
             if not self._paused:
-                await self._engine.resume_generation()
-            return (
-                "what was running did not finish within the update's bound; it goes on with the old version"
-            )
-        return None
+                await self._bounded(self._engine.resume_generation(), "going on with the old version")
+            return "what was running did not finish in time; it goes on with the old version"
+        return ""
+
+    async def _bounded(self, call: Awaitable[Any], what: str) -> None:
+        """Waits for a call whose outcome changes nothing; an engine that does not answer shows by its age."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await call
+        except TimeoutError:
+            log.warning("%s: the engine did not answer within %.0f s", what, _ANSWER_S)
 
     async def _apply(self, version: int, timeout_s: float) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -276,6 +286,8 @@ class VllmEngine:
             await self._engine.start_weight_update()
             await self._engine.update_weights(WeightTransferUpdateRequest({"version": version}))
             await self._engine.finish_weight_update(weight_version=str(version))
+            if not self._paused:
+                await self._engine.resume_generation()
         self._version = version
 
     async def forget_version(self) -> None:

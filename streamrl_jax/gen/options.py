@@ -137,6 +137,8 @@ def engine_environment(options: EngineOptions) -> Mapping[str, str]:
         # gRPC's threads are running: a forked child could inherit a lock that nobody will release.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TOKENIZERS_PARALLELISM": "false",
+        # A kernel that this processor cannot run ends EngineCore without a word otherwise.
+        "PYTHONFAULTHANDLER": "1",
     }
     if options.on_cpu:
         environment |= _cpu_environment(options)

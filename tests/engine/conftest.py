@@ -44,15 +44,19 @@ START_S = 600.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker of tests that leave no engine behind."""
-    config.addinivalue_line(
-        "markers", "ends_the_engine: runs last, since the shared instance is gone after it"
-    )
+    """Registers the marker of the test that ends the shared instance."""
+    config.addinivalue_line("markers", "ends_the_engine: the last one that uses the shared instance")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts those tests last."""
-    items.sort(key=lambda item: item.get_closest_marker("ends_the_engine") is not None)
+    """Tests of the shared instance come first, the one that ends it last of them: it is in nobody's way then."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.get_closest_marker("ends_the_engine"):
+            return 1
+        return 0 if "rig" in getattr(item, "fixturenames", ()) else 2
+
+    items.sort(key=rank)
 
 
 def make_model(seed: int) -> Qwen2ForCausalLM:
@@ -181,12 +185,14 @@ class Rig:
         self.version, self.model = manifest.version, model
         return report
 
-    def update(self, manifest: Manifest, blob: bytes | bytearray, *, in_flight: bool = False) -> UpdateReport:
+    def update(
+        self, manifest: Manifest, blob: bytes | bytearray, *, in_flight: bool = False, timeout_s: float = 60
+    ) -> UpdateReport:
         """Offers a version whose blob lies in shared memory meanwhile."""
-        return self.loop.run(self.offer(manifest, blob, in_flight=in_flight))
+        return self.loop.run(self.offer(manifest, blob, in_flight=in_flight, timeout_s=timeout_s))
 
     async def offer(
-        self, manifest: Manifest, blob: bytes | bytearray, *, in_flight: bool = False
+        self, manifest: Manifest, blob: bytes | bytearray, *, in_flight: bool = False, timeout_s: float = 60
     ) -> UpdateReport:
         """`update` for a caller that is on the loop."""
         with BlobWriter(SHARED_MEMORY, FENCE, manifest.version, len(blob)) as writer:
@@ -194,7 +200,7 @@ class Rig:
             path = writer.seal()
         try:
             source = WeightSource(path=str(path))
-            return await self.client.update(manifest, source, in_flight=in_flight, timeout_s=60)
+            return await self.client.update(manifest, source, in_flight=in_flight, timeout_s=timeout_s)
         finally:
             path.unlink()
 

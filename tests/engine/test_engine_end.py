@@ -97,6 +97,25 @@ def test_a_stopped_engine_core_shows_as_growing_age(rig: Rig) -> None:
     wait_until(lambda: age() < 2, "an age under 2 s again")
 
 
+def test_an_update_of_a_stopped_engine_is_given_up_in_time_and_repeated_later(rig: Rig) -> None:
+    model = make_model(rig.version + 1)
+    manifest, blob = pack(FENCE, rig.version + 1, ARCHITECTURE, checkpoint_arrays(model))
+    core = engine_core(rig.instance.process_group)
+    core.suspend()
+    try:
+        began = time.monotonic()
+        report = rig.update(manifest, blob, timeout_s=2)
+        assert time.monotonic() - began < 12
+        assert (report.accepted, report.quarantined) == (False, False)
+        assert "not checked in time" in report.reason
+    finally:
+        core.resume()
+    rig.push(model)
+    greedy = Sampling(0.0, 8, (), evaluation=True)
+    answer = rig.answer([Assignment(rig.sample_id(), 0, np.array([7, 8], np.int32), greedy)])[0]
+    assert answer.versions[0].version == rig.version
+
+
 @pytest.fixture(scope="module")
 def parted(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
