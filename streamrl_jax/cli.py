@@ -186,7 +186,7 @@ def _train_options(parser: ArgumentParser) -> None:
 
 
 def _train(arguments: Namespace) -> int:
-    from streamrl_jax.starts import plan_start
+    from streamrl_jax.commands.starts import plan_start
 
     if arguments.resume and _is_setting(arguments.resume):
         # `--resume base.toml`: argparse took the first of the settings for the option's value.
@@ -198,7 +198,7 @@ def _train(arguments: Namespace) -> int:
     for note in start.notes:
         print(f"streamrl: note: {note}", file=sys.stderr)
     if arguments.dry_run:
-        from streamrl_jax.dryrun import dry_run
+        from streamrl_jax.commands.dryrun import dry_run
 
         found = dry_run(start)
         print(found.text)
@@ -229,7 +229,7 @@ def _gen_options(parser: ArgumentParser) -> None:
 
 
 def _gen(arguments: Namespace) -> int:
-    from streamrl_jax.instances import serve_standalone
+    from streamrl_jax.setup.instances import serve_standalone
 
     serve_standalone(_load(arguments), arguments.listen, arguments.token_file, arguments.name)
 
@@ -239,7 +239,7 @@ def _sft_options(parser: ArgumentParser) -> None:
 
 
 def _sft(arguments: Namespace) -> int:
-    from streamrl_jax.warmstart import run
+    from streamrl_jax.commands.warmstart import run
 
     run(_load(arguments), arguments.out)
     return 0
@@ -260,7 +260,7 @@ def _export_options(parser: ArgumentParser) -> None:
 
 def _export(arguments: Namespace) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # the run may hold the GPUs, and nothing is computed
-    from streamrl_jax.export import export
+    from streamrl_jax.commands.export import export
 
     written = export(arguments.run_dir, arguments.out, step=arguments.step, dtype=arguments.dtype)
     print(
@@ -277,7 +277,7 @@ def _eval_options(parser: ArgumentParser) -> None:
 
 
 def _eval(arguments: Namespace) -> int:
-    from streamrl_jax.evaluate import run
+    from streamrl_jax.commands.evaluate import run
 
     run(_load(arguments), arguments.checkpoint)
     return 0
@@ -291,7 +291,7 @@ def _demo_options(parser: ArgumentParser) -> None:
 
 
 def _demo(arguments: Namespace) -> int:
-    from streamrl_jax.demo import run
+    from streamrl_jax.commands.demo import run
 
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     return run(arguments.files, [*seed, *arguments.overrides], arguments.run_dir)
@@ -304,7 +304,7 @@ def _doctor_options(parser: ArgumentParser) -> None:
 
 
 def _doctor(arguments: Namespace) -> int:
-    from streamrl_jax import doctor
+    from streamrl_jax.commands import doctor
 
     return doctor.main(arguments.gen_python)
 

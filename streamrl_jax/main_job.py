@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl_jax.commands.starts import Fork, parse_fork
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import dump_config, load_config
-from streamrl_jax.devices import DeviceSplit, look_around, split_devices, trainer_environment
 from streamrl_jax.errors import UserError
-from streamrl_jax.generation import open_generation
-from streamrl_jax.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
 from streamrl_jax.interrupt import StopRequested, StopSignal
-from streamrl_jax.jax_setup import prepare_jax
 from streamrl_jax.metrics import JsonlSink, MetricSink, Sinks, TensorBoardSink
 from streamrl_jax.progress import ConsoleSink, Display
 from streamrl_jax.provenance import write_provenance
 from streamrl_jax.rundir import RunDir, create, look, reopen
 from streamrl_jax.samples_log import supersede
-from streamrl_jax.starts import Fork, parse_fork
+from streamrl_jax.setup.devices import DeviceSplit, look_around, split_devices, trainer_environment
+from streamrl_jax.setup.generation import open_generation
+from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
+from streamrl_jax.setup.jax_setup import prepare_jax
 from streamrl_jax.trace import Trace
 
 if TYPE_CHECKING:

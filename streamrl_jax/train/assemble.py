@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
 from streamrl_jax.bridge.publish import Publisher
 from streamrl_jax.config import Config
-from streamrl_jax.generation import GenerationSide
-from streamrl_jax.inputs import Inputs
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.metrics import MetricSink
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.samples_log import SampleLog
+from streamrl_jax.setup.generation import GenerationSide
+from streamrl_jax.setup.inputs import Inputs
 from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate, probe_sampling
 from streamrl_jax.train.checkpoint import Checkpointer

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl_jax.config import Config
-from streamrl_jax.inputs import NO_FUNCTIONS, Functions, read_inputs
 from streamrl_jax.rundir import look
 from streamrl_jax.samples_log import read_samples
+from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, read_inputs
 from streamrl_jax.train.assemble import Restore, build_steps, build_trainer
 from streamrl_jax.train.trainer import IterationResult
 

@@ -19,13 +19,13 @@ import psutil
 
 from streamrl_jax.config_io import load_config
 from streamrl_jax.data import load_prompts
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.gen import codec, net
-from streamrl_jax.model_source import model_directory
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.samples_log import iteration_file, read_samples
+from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
-from streamrl_jax.tokenizer import Tokenizer
 from streamrl_jax.types import InstanceStatus, Sample
 
 REPOSITORY = Path(__file__).parents[2]

@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax import rundir
-from streamrl_jax.batch_arithmetic import batch_arithmetic
 from streamrl_jax.cli import COMMANDS, main, split_overrides
+from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
+from streamrl_jax.commands.dryrun import dry_run
+from streamrl_jax.commands.starts import Fork, Start, plan_start
 from streamrl_jax.config_io import COMMAND_LINE, Layer, config_from_layers, dump_config, load_config
 from streamrl_jax.config_schema import keys
-from streamrl_jax.devices import DeviceSplit, Machine
-from streamrl_jax.dryrun import dry_run
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import InstanceSpec, engine_environment, read_spec
-from streamrl_jax.instances import engine_options, local_specs, standalone_spec
-from streamrl_jax.starts import Fork, Start, plan_start
+from streamrl_jax.setup.devices import DeviceSplit, Machine
+from streamrl_jax.setup.instances import engine_options, local_specs, standalone_spec
 from streamrl_jax.train.shapes import plan_rl_shape
 from streamrl_jax.types import Fence
 

@@ -14,12 +14,12 @@ import pytest
 from streamrl_jax.config import ActorSection, Config, RewardSection
 from streamrl_jax.config_io import load_config
 from streamrl_jax.data import load_prompts
-from streamrl_jax.data_sources import read_rows
+from streamrl_jax.data.sft import load_examples
+from streamrl_jax.data.sources import read_rows
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.rewards import load_reward
-from streamrl_jax.sft_data import load_examples
 from streamrl_jax.tasks import TASK_PREFIX, load_task
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
-from streamrl_jax.tokenizer import Tokenizer
 from streamrl_jax.train.loss import PolicyInputs, clipped_policy_loss
 from streamrl_jax.types import Prompt
 from streamrl_jax.user_code import load_function

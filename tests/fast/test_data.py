@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from streamrl_jax.config import Config, DataSection
 from streamrl_jax.data import Order, PromptSet, load_prompts
+from streamrl_jax.data.sft import load_examples
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
-from streamrl_jax.sft_data import load_examples
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
-from streamrl_jax.tokenizer import Tokenizer
 from streamrl_jax.types import Prompt
 
 
@@ -141,7 +141,7 @@ import sys
 from streamrl_jax.config import Config, DataSection, RewardSection
 from streamrl_jax.data import load_prompts
 from streamrl_jax.rewards import load_reward
-from streamrl_jax.tokenizer import Tokenizer
+from streamrl_jax.data.tokenizer import Tokenizer
 tokenizer = Tokenizer.load({str(model)!r})
 load_prompts(DataSection(train="task:arithmetic"), tokenizer, "train", seed=0)
 load_reward(RewardSection())

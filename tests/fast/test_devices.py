@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax.config_io import load_config
-from streamrl_jax.devices import (
+from streamrl_jax.errors import UserError
+from streamrl_jax.gen.options import parse_cores
+from streamrl_jax.setup.devices import (
     DeviceSplit,
     Machine,
     look_around,
     split_devices,
     trainer_environment,
 )
-from streamrl_jax.errors import UserError
-from streamrl_jax.gen.options import parse_cores
 
 EIGHT = Machine(tuple("01234567"), tuple(range(64)))
 TWO_CORES = Machine((), (0, 1))

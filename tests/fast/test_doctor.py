@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from streamrl_jax import doctor
-from streamrl_jax.doctor_rules import (
+from streamrl_jax.commands import doctor
+from streamrl_jax.commands.doctor_rules import (
     GIB,
     Check,
     Gpu,

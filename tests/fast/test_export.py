@@ -14,10 +14,10 @@ import pytest
 
 from streamrl_jax import rundir
 from streamrl_jax.cli import main
+from streamrl_jax.commands.export import export
 from streamrl_jax.config import OptimSection
 from streamrl_jax.config_io import dump_config, load_config
 from streamrl_jax.errors import UserError
-from streamrl_jax.export import export
 from streamrl_jax.tasks.toy_model import ToyShape, write_toy_checkpoint
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import Frontier, Meta

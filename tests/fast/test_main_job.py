@@ -20,12 +20,12 @@ import pytest
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import load_config
 from streamrl_jax.data import load_prompts
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.main_job import RunResult, train
 from streamrl_jax.metric_names import METRICS, undeclared
 from streamrl_jax.metrics import Missing
 from streamrl_jax.samples_log import read_samples, recorded_iterations
-from streamrl_jax.tokenizer import Tokenizer
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
 from streamrl_jax.types import expand_runs
@@ -107,9 +107,8 @@ def stale(world: Path) -> Job:
             world,
             run={"name": "stale"},
             gen={"instances": 2},
-            actor={"use_kl_loss": False},
             algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
-            trainer={"max_staleness": 1, "total_training_steps": 5, "mesh": {}},
+            trainer={"max_staleness": 1, "total_training_steps": 5},
         )
     )
 

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl_jax import answers
 from streamrl_jax.config import RewardSection
 from streamrl_jax.errors import UserError
-from streamrl_jax.rewards import RewardFn, RewardResult, adapt_reward, load_reward
+from streamrl_jax.rewards import RewardFn, RewardResult, adapt_reward, answers, load_reward
 from streamrl_jax.tasks import load_task
 from streamrl_jax.types import Generation, Prompt
 from tests.fast.answered import ANSWERED

@@ -16,12 +16,12 @@ import safetensors.numpy
 import torch
 from transformers import AutoModelForCausalLM
 
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.tasks import Row, Task, load_task
 from streamrl_jax.tasks.counting import count_on
 from streamrl_jax.tasks.smollm import find_gguf, prepare_smollm
 from streamrl_jax.tasks.toy_model import ToyShape, write_toy_checkpoint
-from streamrl_jax.tokenizer import Tokenizer
 
 GYM = {
     "dataset": "chain_sum",

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.tasks.smollm import find_gguf, write_tokenizer
 from streamrl_jax.tasks.toy_model import CHARACTERS, write_toy_checkpoint
-from streamrl_jax.tokenizer import Tokenizer
 
 TEXTS = [
     "What is 17 + 25?",

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from streamrl_jax.config import DataSection
-from streamrl_jax.data_sources import SourceRow, Split, read_rows
+from streamrl_jax.data.sources import SourceRow, Split, read_rows
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
-from streamrl_jax.tokenizer import Tokenizer
 from streamrl_jax.types import Prompt, TokenIds
 
 if TYPE_CHECKING:

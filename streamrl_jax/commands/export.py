@@ -12,7 +12,7 @@ from streamrl_jax import rundir
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import load_config
 from streamrl_jax.errors import UserError
-from streamrl_jax.model_source import model_directory
+from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import BEST_METRIC, best_step
 from streamrl_jax.train.hf import save_params

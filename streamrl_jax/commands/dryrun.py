@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from streamrl_jax.batch_arithmetic import batch_arithmetic
+from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
+from streamrl_jax.commands.starts import Start
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import FUNCTION_KEYS, dump_config
-from streamrl_jax.devices import DeviceSplit, Machine, look_around, split_devices, trainer_environment
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import engine_environment
-from streamrl_jax.instances import engine_options
-from streamrl_jax.model_source import looks_like_hub_id
-from streamrl_jax.starts import Start
+from streamrl_jax.setup.devices import DeviceSplit, Machine, look_around, split_devices, trainer_environment
+from streamrl_jax.setup.instances import engine_options
+from streamrl_jax.setup.model_source import looks_like_hub_id
 from streamrl_jax.tasks import TASK_PREFIX, load_task
 from streamrl_jax.train.arch import arch_from_hf
 from streamrl_jax.train.shapes import fill_axes

@@ -1,6 +1,6 @@
 """Rewards: what an answer is worth. Every reward is a synchronous function of one answer.
 
-Built-in ones (`reward_rules`) compare the answer's text with its row. One's own is `file.py:function`, with
+Built-in ones (`rules`) compare the answer's text with its row. One's own is `file.py:function`, with
 one of three signatures that are told apart by the names of their parameters (`adapt_reward`). Bounding a call
 in time is the caller's work.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from streamrl_jax.config import RewardSection
 from streamrl_jax.errors import UserError
-from streamrl_jax.reward_rules import RULES
+from streamrl_jax.rewards.rules import RULES
 from streamrl_jax.types import Generation, Prompt
 from streamrl_jax.user_code import load_function
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl_jax.config import Config
-from streamrl_jax.devices import look_around, split_devices, trainer_environment
 from streamrl_jax.errors import UserError
-from streamrl_jax.generation import GenerationSide, open_generation
-from streamrl_jax.inputs import Inputs, read_inputs
 from streamrl_jax.interrupt import StopSignal
-from streamrl_jax.jax_setup import prepare_jax
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
+from streamrl_jax.setup.devices import look_around, split_devices, trainer_environment
+from streamrl_jax.setup.generation import GenerationSide, open_generation
+from streamrl_jax.setup.inputs import Inputs, read_inputs
+from streamrl_jax.setup.jax_setup import prepare_jax
 from streamrl_jax.types import Fence
 
 if TYPE_CHECKING:

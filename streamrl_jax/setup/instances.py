@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl_jax.config import Config
-from streamrl_jax.devices import DeviceSplit
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec, write_spec
-from streamrl_jax.model_source import model_directory
+from streamrl_jax.setup.devices import DeviceSplit
+from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.types import Fence
 
 

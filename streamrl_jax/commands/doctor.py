@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from streamrl_jax.doctor_rules import (
+from streamrl_jax.commands.doctor_rules import (
     MATCHED,
     Check,
     Probe,
@@ -41,7 +41,7 @@ from streamrl_jax.doctor_rules import (
     warn,
 )
 
-LOCK_FILE: Final = Path(__file__).resolve().parents[1] / "requirements.lock"
+LOCK_FILE: Final = Path(__file__).resolve().parents[2] / "requirements.lock"
 NEEDED_OPEN_FILES: Final = 4096
 PROBE_TIMEOUT_S: Final = 120.0
 

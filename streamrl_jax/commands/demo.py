@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from streamrl_jax.commands.warmstart import run as warm_start
 from streamrl_jax.config_io import load_config
 from streamrl_jax.errors import UserError
 from streamrl_jax.main_job import RunResult, train
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
-from streamrl_jax.warmstart import run as warm_start
 
-DEFAULT_CONFIG: Final = Path(__file__).parents[1] / "configs" / "demo.toml"
+DEFAULT_CONFIG: Final = Path(__file__).parents[2] / "configs" / "demo.toml"
 
 
 def run(files: Sequence[Path] = (), overrides: Sequence[str] = (), folder: Path | None = None) -> int:
@@ -49,7 +49,7 @@ def run(files: Sequence[Path] = (), overrides: Sequence[str] = (), folder: Path 
     result = train(second, home / "run")
     print(f"4/4 streamrl export: {out}", flush=True)
     # Only now, where JAX is loaded anyhow.
-    from streamrl_jax.export import export
+    from streamrl_jax.commands.export import export
 
     export(result.run_dir, out)
     print(_summary(result, out, time.monotonic() - begun), flush=True)

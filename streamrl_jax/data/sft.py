@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl_jax.config import Config
-from streamrl_jax.data import Order, check_known, encode_rows
-from streamrl_jax.data_sources import SourceRow, read_rows
+from streamrl_jax.data.prompts import Order, check_known, encode_rows
+from streamrl_jax.data.sources import SourceRow, read_rows
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.tasks import TASK_PREFIX, Row, load_task
-from streamrl_jax.tokenizer import Tokenizer
 from streamrl_jax.types import TokenIds
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool
 
-from streamrl_jax.chat_template import ChatTemplate, Message, read_chat_template
+from streamrl_jax.data.chat_template import ChatTemplate, Message, read_chat_template
 from streamrl_jax.errors import UserError
 from streamrl_jax.types import TokenIds
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl_jax.config import Config
-from streamrl_jax.devices import Machine, look_around
+from streamrl_jax.data.sft import Example, ExampleSet, load_examples
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
-from streamrl_jax.jax_setup import prepare_jax
 from streamrl_jax.metrics import JsonlSink, MetricRecord, record
-from streamrl_jax.model_source import model_directory
 from streamrl_jax.progress import Display
-from streamrl_jax.sft_data import Example, ExampleSet, load_examples
-from streamrl_jax.tokenizer import Tokenizer
+from streamrl_jax.setup.devices import Machine, look_around
+from streamrl_jax.setup.jax_setup import prepare_jax
+from streamrl_jax.setup.model_source import model_directory
 
 if TYPE_CHECKING:
     from streamrl_jax.train.sft import SupervisedTrainer

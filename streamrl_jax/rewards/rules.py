@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Final, Literal
 
-from streamrl_jax import answers
 from streamrl_jax.errors import UserError
+from streamrl_jax.rewards import answers
 from streamrl_jax.tasks import gym
 
 Columns = Mapping[str, Any]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl_jax.config import Config
 from streamrl_jax.data import PromptSet, load_prompts
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
-from streamrl_jax.model_source import model_directory
 from streamrl_jax.rewards import RewardFn, adapt_reward, load_reward
-from streamrl_jax.tokenizer import Tokenizer
+from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
 from streamrl_jax.user_code import load_function

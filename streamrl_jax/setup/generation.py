@@ -14,15 +14,15 @@ from streamrl_jax.bridge.store import StoredVersion, StoreServer, WeightStore
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.settings import ControlSettings
-from streamrl_jax.devices import DeviceSplit
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher, StaticLauncher, endpoint_names
 from streamrl_jax.gen.launch.joined import JoinedLauncher
 from streamrl_jax.gen.launch.local import LocalLauncher
-from streamrl_jax.inputs import Inputs
-from streamrl_jax.instances import local_specs
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
+from streamrl_jax.setup.devices import DeviceSplit
+from streamrl_jax.setup.inputs import Inputs
+from streamrl_jax.setup.instances import local_specs
 
 _TOKEN_FILE = "token"
 _LOOK_S = 1.0
