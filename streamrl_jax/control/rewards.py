@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl_jax.control.faults import RewardError
+from streamrl_jax.errors import UserError
 from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import Generation, Prompt, TokenIds
 
@@ -122,6 +123,8 @@ class RewardWorkers:
             text = self._decode(call.generation.token_ids)
             result = self._function(call.prompt, text, call.generation)
             score = float(result.score)
+        except UserError as error:  # what it returned is no reward; says so itself
+            return RewardError(f"{error}: {_name(call)}, answer {_excerpt(text)}")
         except BaseException as error:  # whatever the user's code raises reaches the trainer's thread
             return RewardError(
                 f"the reward function raised {type(error).__name__}: {error} for {_name(call)}, "
