@@ -270,7 +270,8 @@ class Instance:
                 self.version = max(self.version, event.version)
             case Generation():
                 self._lease.heard(now)
-                work.finished(fence, event, self.name)
+                # It may call itself otherwise (`streamrl gen --name`); metrics and messages use the pool's name.
+                work.finished(fence, replace(event, instance=self.name), self.name)
                 if self._link is not None:
                     self._link.acknowledge(event.sample_id, event.attempt)
             case Progress():
