@@ -63,7 +63,7 @@ def _summary(result: RunResult, out: Path, seconds: float) -> str:
             "",
             f"held-out accuracy  {first.accuracy:.3f} before, {last.accuracy:.3f} after {result.version} iterations",
             f"run directory      {result.run_dir} (config.toml, metrics.jsonl, samples/, checkpoints/, logs/)",
-            f"exported           {out} (try: vllm serve {out})",
+            f"exported           {out} (try: .venv/bin/vllm serve {out} --dtype float32 --gpu-memory-utilization 0.3)",
             f"took               {seconds:.0f} s",
         ]
     )
