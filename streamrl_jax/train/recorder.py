@@ -137,11 +137,12 @@ class Recorder:
         """The iteration's update is done: its samples and metrics go to disk."""
         self._display.done("samples")
         self._log.write(iteration, self._samples, iteration)
+        pool = self._controller.pool()  # before the clock, so that no share of the step is over 1
         seconds = time.monotonic() - self._begun
         metrics: dict[str, Value | None] = {
             **result.metrics,
             **staleness_metrics(self._samples, iteration),
-            **generator_metrics(self._before, self._controller.pool(), seconds),
+            **generator_metrics(self._before, pool, seconds),
             **self._weights.metrics(),
             **self._gate.metrics(),
             **{f"rollouter/{name}": float(count) for name, count in self._controller.counters().items()},
