@@ -13,7 +13,7 @@ heavier.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -293,6 +293,36 @@ def group_runs(versions: Sequence[int]) -> tuple[VersionRun, ...]:
         else:
             runs.append(VersionRun(version, 1))
     return tuple(runs)
+
+
+def join_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+    """Joins neighbouring runs of the same version, without a step per token.
+
+    Args:
+        runs: of consecutive tokens.
+
+    Returns:
+        Runs over the same tokens; neighbours differ in version.
+    """
+    joined: list[VersionRun] = []
+    for run in runs:
+        if joined and joined[-1].version == run.version:
+            joined[-1] = VersionRun(run.version, joined[-1].length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def slice_runs(runs: Iterable[VersionRun], first: int, end: int) -> tuple[VersionRun, ...]:
+    """The runs of the tokens ``first`` to ``end``."""
+    cut: list[VersionRun] = []
+    start = 0
+    for run in runs:
+        length = min(end, start + run.length) - max(first, start)
+        if length > 0:
+            cut.append(VersionRun(run.version, length))
+        start += run.length
+    return tuple(cut)
 
 
 def expand_runs(runs: Sequence[VersionRun]) -> Int32[np.ndarray, " tokens"]:

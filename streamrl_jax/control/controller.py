@@ -129,13 +129,11 @@ class Controller:
         """
         done: Future[list[UpdateReport]] = Future()
         publication = Publication(manifest, source, release, time.monotonic())
-        self._check()
-        self._ask(lambda: self._pool.publish(publication, done))
+        self._ask(lambda: self._publish(publication, done))
         return done
 
     def submit(self, job: Job) -> None:
         """Queues a job; its samples go to instances that serve ``job.min_version`` or newer."""
-        self._check()
         self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
 
     def samples(self, job_id: str, timeout_s: float) -> Iterator[Sample]:
@@ -229,7 +227,14 @@ class Controller:
             self._pool.add(name)
         self._spawn(self._tick(), name="tick")
 
+    # Whether the run has failed is asked on the loop: what came in after the failure would be told of none.
+
+    def _publish(self, publication: Publication, done: Future[list[UpdateReport]]) -> None:
+        self._check()
+        self._pool.publish(publication, done)
+
     def _submit(self, job: Job) -> Outbox:
+        self._check()
         outbox = self._work.submit(job)
         self._pool.pump()
         return outbox
@@ -257,9 +262,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(_LAST_EVENTS_S)
-        closed = ControlError("the controller was closed")
-        self._work.fail(closed)
-        self._pool.fail(closed)
+        self._fail(ControlError("the controller was closed"))
         self._pool.shelf.clear()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
@@ -289,11 +292,11 @@ class Controller:
             self._pool.fail(error)
             self._failed.set()
 
-    # ---------------------------------------------------------------- from the trainer's threads
-
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    # ---------------------------------------------------------------- from the trainer's threads
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Runs a function on the loop and returns what it returns."""

@@ -127,6 +127,7 @@ class Link:
     async def _reopen(self, broken: str) -> InstanceStream:
         end, wait_s = time.monotonic() + self._patience_s, _FIRST_WAIT_S
         while True:
+            await asyncio.sleep(wait_s)  # also at first: one that greets and breaks off again must not spin
             try:
                 stream = await self._client.open(self._hello)
                 break
@@ -138,7 +139,6 @@ class Link:
                         f"its stream broke ({broken}) and could not be opened again within "
                         f"{self._patience_s:g} s: {error}"
                     ) from error
-            await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LAST_WAIT_S)
         if stream.info.version < self._version():
             await stream.close()

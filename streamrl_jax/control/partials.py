@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streamrl_jax.types import Partial, Progress, Sampling, expand_runs, group_runs
+from streamrl_jax.types import Partial, Progress, Sampling, join_runs, slice_runs
 
 
 def extend(known: Partial | None, progress: Progress) -> Partial | None:
@@ -25,14 +25,14 @@ def extend(known: Partial | None, progress: Progress) -> Partial | None:
     new = Partial(
         progress.token_ids[skip:],
         progress.logprobs[skip:],
-        group_runs([int(version) for version in expand_runs(progress.versions)[skip:]]),
+        slice_runs(progress.versions, skip, len(progress.token_ids)),
     )
     if known is None:
         return new
     return Partial(
         np.concatenate([known.token_ids, new.token_ids]),
         np.concatenate([known.logprobs, new.logprobs]),
-        group_runs([int(v) for part in (known, new) for v in expand_runs(part.versions)]),
+        join_runs((*known.versions, *new.versions)),
     )
 
 
@@ -54,5 +54,5 @@ def resumable(known: Partial | None, sampling: Sampling) -> Partial | None:
         keep = int(stops[0]) if stops.size else keep
     if keep == 0:
         return None
-    versions = group_runs([int(version) for version in expand_runs(known.versions)[:keep]])
+    versions = slice_runs(known.versions, 0, keep)
     return Partial(known.token_ids[:keep], known.logprobs[:keep], versions)

@@ -42,7 +42,7 @@ async def until_loaded(
         UserError: it refuses this run.
     """
     began = time.monotonic()
-    phase = "the process starts"
+    phase = "the process starts" if launched.managed else f"{launched.address} is asked"
     while True:
         check_process(launched)
         try:
@@ -50,6 +50,7 @@ async def until_loaded(
         except InstanceError as error:
             if not error.transient:
                 raise user_error(name, error) or InstanceLost(str(error)) from error
+            phase = f"no answer yet: {error}"
         else:
             if status.state is InstanceState.FAILED:
                 phase = f"it reports that it failed: {status.message}"

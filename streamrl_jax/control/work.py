@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.jobs import Job, Member, engine_priority, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
 from streamrl_jax.control.outbox import Outbox
@@ -100,9 +100,17 @@ class Work:
         return [self._make(sample_id) for sample_id in self.ledger.held(instance)]
 
     def finished(self, fence: Fence, generation: Generation, instance: str) -> Verdict:
-        """Takes an answer. Accepted once, its reward is computed and it goes to the trainer."""
+        """Takes an answer. Accepted once, its reward is computed and it goes to the trainer.
+
+        Raises:
+            InstanceLost: it is empty or longer than was asked for.
+            ControlError: it holds tokens of too old a version.
+        """
         if generation.finish_reason is FinishReason.ABORT:
             return self._take_back(fence, generation.sample_id, generation.attempt, instance, "was cut off")
+        verdict = self.ledger.judge(fence, generation.sample_id, generation.attempt, instance)
+        if verdict is Verdict.ACCEPTED:
+            self._check_length(generation)
         verdict = self.ledger.accept(fence, generation.sample_id, generation.attempt, instance)
         if verdict is Verdict.ACCEPTED:
             self._check_versions(generation, instance)
@@ -112,11 +120,20 @@ class Work:
         return verdict
 
     def progress(self, fence: Fence, progress: Progress, instance: str) -> Verdict:
-        """Keeps the beginning of an answer."""
+        """Keeps the beginning of an answer.
+
+        Raises:
+            InstanceLost: it is longer than was asked for.
+        """
         verdict = self.ledger.judge(fence, progress.sample_id, progress.attempt, instance)
         if verdict is not Verdict.ACCEPTED:
             self.ledger.drop(verdict)
         elif (known := extend(self._partials.get(progress.sample_id), progress)) is not None:
+            sampling = self._open[progress.sample_id].job.sampling
+            if len(known.token_ids) > (limit := sampling.forced_length or sampling.max_new_tokens):
+                raise InstanceLost(
+                    f"its answer to sample {progress.sample_id} has passed the {limit} tokens that were asked for"
+                )
             self._partials[progress.sample_id] = known
         return verdict
 
@@ -145,6 +162,7 @@ class Work:
         """Gives up what only this instance could have answered: it will not come back."""
         for waiting in self.queue.drop_pinned(instance):
             job_id = self._open.pop(waiting.sample_id).job.job_id
+            self._partials.pop(waiting.sample_id, None)
             outbox = self._outboxes[job_id]
             if self.ledger.cancel(waiting.sample_id):
                 del self._outboxes[job_id]
@@ -211,6 +229,15 @@ class Work:
             )
         opened = self._open[sample_id]
         self.queue.push(_waiting(opened.job, opened.member), front=True)
+
+    def _check_length(self, generation: Generation) -> None:
+        """An answer that nobody asked for would break the trainer's shapes: whoever sends one is not trusted."""
+        sampling = self._open[generation.sample_id].job.sampling
+        length, limit = len(generation.token_ids), sampling.forced_length or sampling.max_new_tokens
+        if not 1 <= length <= limit:
+            raise InstanceLost(
+                f"its answer to sample {generation.sample_id} has {length} tokens; 1 to {limit} were asked for"
+            )
 
     def _check_versions(self, generation: Generation, instance: str) -> None:
         """Admission bounds staleness (DESIGN rule 5): an answer that breaks it is a fault of the program."""

@@ -19,8 +19,7 @@ from streamrl_jax.types import (
     Rejection,
     RejectReason,
     Timings,
-    expand_runs,
-    group_runs,
+    join_runs,
 )
 
 log = logging.getLogger(__name__)
@@ -175,7 +174,7 @@ class Answers:
                 carried + sum(len(delta.token_ids) for delta in work.deltas[: work.told]),
                 np.concatenate([delta.token_ids for delta in new]),
                 np.concatenate([delta.logprobs for delta in new]),
-                group_runs([int(v) for delta in new for v in expand_runs(delta.versions)]),
+                join_runs(run for delta in new for run in delta.versions),
             )
         )
         work.told, work.told_s = len(work.deltas), now
@@ -188,7 +187,7 @@ class Answers:
             attempt=assignment.attempt,
             token_ids=np.concatenate([part.token_ids for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
-            versions=group_runs([int(v) for part in parts for v in expand_runs(part.versions)]),
+            versions=join_runs(run for part in parts for run in part.versions),
             finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
             instance=self._instance,
             timings=deltas[-1].timings or Timings(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import grpc
@@ -26,6 +27,7 @@ from streamrl_jax.types import (
     WeightSource,
 )
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 _SLACK_S: Final = 10.0
@@ -92,7 +94,7 @@ class InstanceClient:
             InstanceError: it did not answer in time, or refused.
         """
         call = self._stub.GetStatus(pb.StatusRequest(), timeout=timeout_s, metadata=self._metadata)
-        return _status(await self._finish("GetStatus", call))
+        return await self._finish("GetStatus", call, _status)
 
     async def update(
         self, manifest: Manifest, source: WeightSource, *, in_flight: bool, timeout_s: float
@@ -110,8 +112,7 @@ class InstanceClient:
 
         Raises:
             InstanceError: no answer in time, or another fence holds the instance. Whether the update took
-            place is
-                then unknown: ask again with the same manifest, which is idempotent.
+                place is then unknown: ask again with the same manifest, which is idempotent.
         """
         request = pb.UpdateWeightsRequest(
             manifest=codec.manifest_to_proto(manifest), keep_running=in_flight, deadline_s=timeout_s
@@ -121,8 +122,7 @@ class InstanceClient:
         else:
             request.store.address = source.address
         call = self._stub.UpdateWeights(request, timeout=timeout_s + _SLACK_S, metadata=self._metadata)
-        info = await self._finish("UpdateWeights", call)
-        return codec.report_from_proto(self.address, info)
+        return await self._finish("UpdateWeights", call, partial(codec.report_from_proto, self.address))
 
     async def pause(self, fence: Fence, *, keep: bool, timeout_s: float) -> InstanceStatus:
         """Stops sampling: at once if ``keep``, else when what runs has finished.
@@ -132,7 +132,7 @@ class InstanceClient:
         """
         request = pb.PauseRequest(fence=codec.fence_to_proto(fence), keep=keep)
         call = self._stub.Pause(request, timeout=timeout_s, metadata=self._metadata)
-        return _status(await self._finish("Pause", call))[0]
+        return (await self._finish("Pause", call, _status))[0]
 
     async def resume(self, fence: Fence, timeout_s: float = 30.0) -> InstanceStatus:
         """Takes back `pause` and `drain`.
@@ -142,7 +142,7 @@ class InstanceClient:
         """
         request = pb.ResumeRequest(fence=codec.fence_to_proto(fence))
         call = self._stub.Resume(request, timeout=timeout_s, metadata=self._metadata)
-        return _status(await self._finish("Resume", call))[0]
+        return (await self._finish("Resume", call, _status))[0]
 
     async def drain(self, fence: Fence, timeout_s: float = 5.0) -> InstanceStatus:
         """The instance takes nothing new; `Drained` follows on the stream after its last answer.
@@ -152,7 +152,7 @@ class InstanceClient:
         """
         request = pb.DrainRequest(fence=codec.fence_to_proto(fence))
         call = self._stub.Drain(request, timeout=timeout_s, metadata=self._metadata)
-        return _status(await self._finish("Drain", call))[0]
+        return (await self._finish("Drain", call, _status))[0]
 
     async def open(self, hello: Hello, timeout_s: float = 10.0) -> InstanceStream:
         """Opens the stream.
@@ -174,18 +174,24 @@ class InstanceClient:
             async with asyncio.timeout(timeout_s):
                 await stream.greet()
         except TimeoutError:
-            call.cancel()
+            await stream.close()
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise InstanceError(self.address, "Generate", code, f"no Welcome within {timeout_s} s") from None
+        except InstanceError:
+            await stream.close()
+            raise
         return stream
 
     async def close(self) -> None:
         """Ends the stream and the connection."""
         await self._channel.close()
 
-    async def _finish(self, name: str, call: Awaitable[T]) -> T:
+    async def _finish(self, name: str, call: Awaitable[M], read: Callable[[M], T]) -> T:
         try:
-            return await call
+            message = await call
+            if message is None:  # what grpc.aio makes of bytes that it cannot parse
+                raise ValueError(f"the answer to {name} cannot be parsed")
+            return read(message)
         except grpc.aio.AioRpcError as error:
             raise _instance_error(self.address, name, error) from error
         except ValueError as error:
@@ -230,7 +236,10 @@ class InstanceStream:
         message = await self._read()
         if message is None or message.WhichOneof("kind") != "welcome":
             raise self._broken("the first message was no Welcome")
-        self._info = codec.info_from_proto(message.welcome)
+        try:
+            self._info = codec.info_from_proto(message.welcome)
+        except ValueError as error:
+            raise self._broken(str(error)) from error
 
     async def assign(self, assignment: Assignment) -> None:
         """Hands out a sample. Repeating one that the instance has is harmless.
@@ -328,6 +337,9 @@ class InstanceStream:
             raise
         if isinstance(message, pb.GenerateResponse):
             return message
+        if message is not grpc.aio.EOF:  # grpc.aio logs bytes that it cannot parse, and hands on None
+            self._call.cancel()
+            raise self._broken("a message is no GenerateResponse")
         code, detail = await self._call.code(), await self._call.details()
         if code is not grpc.StatusCode.OK:
             raise InstanceError(self._address, "Generate", code, detail)
