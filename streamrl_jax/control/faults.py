@@ -7,8 +7,20 @@ import traceback
 from streamrl_jax.errors import UserError
 
 
-class ControlError(Exception):
-    """Generation cannot go on: an instance is past its restarts, none is left, or nothing arrives."""
+class ControlError(UserError):
+    """Generation cannot go on: an instance is past its restarts, none is left, or nothing arrives.
+
+    Args:
+        message: one paragraph that names the instance or the sample, and the bound.
+        details: lines that follow it as they are (the end of a log).
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self._details = details
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self._details}" if self._details else super().__str__()
 
 
 class InstanceLost(Exception):

@@ -252,7 +252,11 @@ class Instance:
             if launched is not None and not launched.managed:
                 return why
             tail = launched.log_tail() if launched else ""
-            raise ControlError(f"{why}\nthe last lines of its log:\n{tail}" if tail else why)
+            raise ControlError(
+                f"{why}. It is started at most {allowed + 1} times (gen.max_restarts); mend what ends it, then go "
+                "on with --resume",
+                f"the last lines of its log:\n{tail}" if tail else "",
+            )
         self._restarts += 1
         self._emit(EventKind.RESTART, reason, count=self._restarts)
         return None

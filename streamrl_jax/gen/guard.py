@@ -5,8 +5,9 @@
 The guard imports nothing heavy and runs one thread, so that it works when the launcher was killed, and when
 the instance or its engine is stopped or hangs. What ends it ends the instance: the launcher closes the pipe
 (or dies, which closes it too), SIGTERM, or the instance's own end. Everything is then ended: SIGTERM to the
-instance, and after a grace SIGKILL to its whole process group. If the guard itself is killed, the chain of
-parent-death signals (`parentage.die_with`) takes the instance down.
+instance, and after a grace SIGKILL to its whole process group and to whatever of it had left that group. If
+the guard itself is killed, the chain of parent-death signals (`parentage.die_with`) takes the instance down.
+A launcher that was killed cannot tidy up: the weights that it left in shared memory are removed here.
 
 Run as ``python -m streamrl_jax.gen.guard PIPE_FD PARENT_PID GRACE_S COMMAND...``; exits as the instance
 did, or with 128 and the number of the signal that ended it.
@@ -14,7 +15,9 @@ did, or with 128 and the number of the signal that ended it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -26,45 +29,71 @@ from typing import Final
 from streamrl_jax.gen.parentage import adopt_orphans, die_with
 
 _TICK_S: Final = 0.5
-_TRACKERS_S: Final = 1.0
+_TRACKERS_S: Final = 5.0
 """Python's resource trackers get so long to unlink the shared memory of the processes that were killed."""
+_REAP_S: Final = 3.0
+"""Bound on the end of what was killed: a process that hangs in the kernel is left to it."""
+
+_SEGMENT: Final = re.compile(rb" (/dev/shm/(?:psm_|vllm_|sem\.)\S+)")
+"""Shared memory that an engine's processes made for each other; blobs belong to their publisher."""
 
 
 def group_members(group: int) -> Iterator[tuple[int, bytes]]:
     """Processes of a group that have not ended: id and command line."""
+    return ((pid, command) for pid, _, its_group, command in _processes() if its_group == group)
+
+
+def _processes() -> Iterator[tuple[int, int, int, bytes]]:
+    """Processes that have not ended: id, parent's id, group, command line."""
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         try:
             with open(f"/proc/{entry.name}/stat", "rb") as file:
-                state, _, process_group = file.read().rpartition(b")")[2].split()[:3]
+                state, parent, group = file.read().rpartition(b")")[2].split()[:3]
             with open(f"/proc/{entry.name}/cmdline", "rb") as file:
                 command = file.read()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(process_group) == group and state not in (b"Z", b"X"):
-            yield int(entry.name), command
+        if state not in (b"Z", b"X"):
+            yield int(entry.name), int(parent), int(group), command
+
+
+def shared_segments(group: int) -> set[bytes]:
+    """Files of shared memory that processes of a group have mapped for each other."""
+    found: set[bytes] = set()
+    for pid, _ in group_members(group):
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                found.update(_SEGMENT.findall(file.read()))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
 
 
 def kill_group(group: int) -> None:
-    """Kills every process of a group: resource trackers last, so that no shared memory is left behind."""
+    """Kills every process of a group and removes the shared memory that they held.
+
+    Python's resource trackers go last: they know the segments of processes that had ended before. They do
+    not know those that vLLM's own code makes, which are read off the processes' maps.
+    """
+    segments = shared_segments(group)
+    _kill_members(group)
+    for path in segments:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _kill_members(group: int) -> None:
     for pid, command in group_members(group):
         if b"resource_tracker" not in command:
-            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + _TRACKERS_S
     while time.monotonic() < deadline and any(True for _ in group_members(group)):
         time.sleep(0.02)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _watch(lifeline: int, parent: int, child: subprocess.Popen[bytes], told: list[int]) -> None:
@@ -87,11 +116,31 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
             child.kill()
     kill_group(child.pid)
     code = child.wait()
-    while True:  # orphans that came to the guard
+    _end_orphans()
+    return code if code >= 0 else 128 - code
+
+
+def _end_orphans() -> None:
+    """Kills and reaps what came to the guard when its parents ended, of whatever group: one may bring others."""
+    deadline = time.monotonic() + _REAP_S
+    while time.monotonic() < deadline:
         try:
-            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         except ChildProcessError:
-            return code if code >= 0 else 128 - code
+            return
+        for pid, parent, _, _ in _processes():
+            if parent == os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _tidy_up() -> None:
+    """Removes the weights of processes that were killed."""
+    from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
+
+    sweep([SHARED_MEMORY])
 
 
 def main(arguments: list[str]) -> int:
@@ -109,7 +158,10 @@ def main(arguments: list[str]) -> int:
         preexec_fn=lambda: die_with(guard),
     )
     _watch(lifeline, parent, child, told)
-    return _end(child, grace_s)
+    code = _end(child, grace_s)
+    if os.getppid() != parent:
+        _tidy_up()
+    return code
 
 
 if __name__ == "__main__":

@@ -202,7 +202,9 @@ def test_too_many_deaths_stop_the_run_with_name_reason_and_log() -> None:
         message = str(caught.value)
         assert "instance a (127.0.0.1:" in message
         assert "was lost after 1 restarts: its process ended (exit code -9)" in message
-        assert "a: the last line of the log" in message
+        assert "(gen.max_restarts)" in message
+        assert message.endswith("\nthe last lines of its log:\na: the last line of the log")
+        assert isinstance(caught.value, UserError), "it is told as a paragraph, without a traceback"
 
 
 def test_an_instance_that_never_comes_up_is_not_tried_for_long() -> None:

@@ -26,10 +26,10 @@ from streamrl_jax.types import Fence, InstanceState
 GONE_WITHIN_S = 15.0
 
 
-def launcher(run_dir: Path, model: str = "", grace_s: float = 5.0) -> LocalLauncher:
+def launcher(run_dir: Path, model: str = "", grace_s: float = 5.0, python: str = "") -> LocalLauncher:
     """A launcher of one fake instance."""
     spec = InstanceSpec("instance-0", EngineOptions(model, 64), fence=Fence("run", 0))
-    return LocalLauncher([spec], run_dir, module="tests.fake_instance", grace_s=grace_s)
+    return LocalLauncher([spec], run_dir, python=python, module="tests.fake_instance", grace_s=grace_s)
 
 
 def core_of(run_dir: Path) -> int:
@@ -139,16 +139,41 @@ def test_killing_the_guard_takes_everything_along(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_descendant_in_a_session_of_its_own_ends_too(tmp_path: Path) -> None:
+    """What left the instance's group (a compiler's server, say) neither survives it nor holds its guard up."""
+    pid_file = tmp_path / "stranger"
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$3" = tests.fake_instance ]; then setsid sleep 613 & echo $! > {pid_file}; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+
+    async def scenario() -> None:
+        instance = await launcher(tmp_path, python=str(python)).start("instance-0")
+        stranger = int(pid_file.read_text())
+        assert os.getpgid(stranger) != instance.process_group
+        began = time.monotonic()
+        await instance.stop()
+        assert time.monotonic() - began < GONE_WITHIN_S
+        assert gone(stranger)
+
+    asyncio.run(scenario())
+
+
 PARENT = """
 import asyncio, sys, time
 from pathlib import Path
+from streamrl_jax.bridge.blob import SHARED_MEMORY, BlobWriter
+from streamrl_jax.types import Fence
 from tests.fast.test_gen_launch import launcher
 
 async def start():
     return await launcher(Path(sys.argv[1]), sys.argv[2], grace_s=1.0).start("instance-0")
 
 instance = asyncio.run(start())
-print(instance.process_group, flush=True)
+writer = BlobWriter(SHARED_MEMORY, Fence("forsaken", 0), 1, 64)
+print(instance.process_group, writer.seal(), flush=True)
 time.sleep(600)
 """
 
@@ -161,7 +186,9 @@ def test_killing_the_launcher_takes_everything_along(tmp_path: Path, state: str)
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert parent.stdout is not None
-    instance = int(parent.stdout.readline())
+    words = parent.stdout.readline().decode().split()
+    instance, blob = int(words[0]), Path(words[1])
+    assert blob.exists()
     core = core_of(tmp_path)
     guard = psutil.Process(instance).ppid()
     if state == "stopped":
@@ -171,6 +198,7 @@ def test_killing_the_launcher_takes_everything_along(tmp_path: Path, state: str)
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: gone(instance, core, guard), "the end of instance, core and guard")
+    assert not blob.exists(), "the weights that the launcher left in shared memory"
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
