@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from streamrl_jax import __version__
-from streamrl_jax.errors import USER_ERROR_EXIT_CODE, UserError
+from streamrl_jax.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from streamrl_jax.interrupt import StopRequested
 
 if TYPE_CHECKING:
     from streamrl_jax.config import Config
 
 INTERRUPTED_EXIT_CODE: Final = 130
-STOPPED_EXIT_CODE: Final = 75  # EX_TEMPFAIL: the same command with --resume goes on
 
 _OVERRIDE_OPTION: Final = re.compile(r"--(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)+)(?P<value>=.*)?", re.DOTALL)
 _OVERRIDE_WORD: Final = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)
@@ -52,13 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 2 for what the user can put right, which is printed as one paragraph; 75 when a
-        signal ended a run, after a checkpoint; 130 after Ctrl-C. Faults of the program keep their traceback.
+        signal ended it, a run after a checkpoint; 130 after Ctrl-C. Faults of the program keep their traceback.
     """
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"streamrl: error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    except StopRequested as request:
+        print(f"streamrl: stopped by {request}", file=sys.stderr)
+        return STOPPED_EXIT_CODE
+    except StopRequested as request:
+        print(f"streamrl: stopped by {request}", file=sys.stderr)
+        return STOPPED_EXIT_CODE
     except KeyboardInterrupt:
         print("streamrl: interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE

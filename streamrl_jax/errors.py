@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 USER_ERROR_EXIT_CODE: Final = 2
+STOPPED_EXIT_CODE: Final = 75  # EX_TEMPFAIL: a signal ended a run; the same command with --resume goes on
 
 
 class UserError(Exception):

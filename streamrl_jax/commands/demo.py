@@ -12,7 +12,7 @@ from typing import Final
 
 from streamrl_jax.commands.warmstart import run as warm_start
 from streamrl_jax.config_io import load_config
-from streamrl_jax.errors import UserError
+from streamrl_jax.errors import STOPPED_EXIT_CODE, UserError
 from streamrl_jax.main_job import RunResult, train
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 
@@ -28,7 +28,7 @@ def run(files: Sequence[Path] = (), overrides: Sequence[str] = (), folder: Path 
         folder: Where everything goes; None: a new one under ``runs/``.
 
     Returns:
-        Exit code 0.
+        Exit code: 0, or 75 when a signal ended the RL part.
 
     Raises:
         UserError: Something given is wrong.
@@ -47,6 +47,9 @@ def run(files: Sequence[Path] = (), overrides: Sequence[str] = (), folder: Path 
     print(f"3/4 streamrl train: RL with {first.gen.instances} vLLM instances, {home / 'run'}", flush=True)
     second = load_config(paths, [f"model.path={warm}", *overrides])
     result = train(second, home / "run")
+    if result.stopped_by:
+        print(f"stopped by {result.stopped_by}; go on with streamrl train --resume {result.run_dir}")
+        return STOPPED_EXIT_CODE
     print(f"4/4 streamrl export: {out}", flush=True)
     # Only now, where JAX is loaded anyhow.
     from streamrl_jax.commands.export import export
@@ -57,11 +60,16 @@ def run(files: Sequence[Path] = (), overrides: Sequence[str] = (), folder: Path 
 
 
 def _summary(result: RunResult, out: Path, seconds: float) -> str:
-    first, last = result.evaluations[0], result.evaluations[-1]
+    found = [evaluation.accuracy for evaluation in result.evaluations]
+    held_out = (
+        f"{found[0]:.3f} before, {found[-1]:.3f} after {result.version} iterations"
+        if found
+        else "not asked for"
+    )
     return "\n".join(
         [
             "",
-            f"held-out accuracy  {first.accuracy:.3f} before, {last.accuracy:.3f} after {result.version} iterations",
+            f"held-out accuracy  {held_out}",
             f"run directory      {result.run_dir} (config.toml, metrics.jsonl, samples/, checkpoints/, logs/)",
             f"exported           {out} (try: .venv/bin/vllm serve {out} --dtype float32 --gpu-memory-utilization 0.3)",
             f"took               {seconds:.0f} s",

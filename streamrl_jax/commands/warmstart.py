@@ -38,8 +38,7 @@ def run(cfg: Config, out: Path) -> Path:
     Raises:
         UserError: Something given is wrong, or an update was not finite.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; give a new directory for the checkpoint, or remove it")
+    _check_place(out)
     source = model_directory(cfg.model.path, "model.path")
     tokenizer = Tokenizer.load(source)
     examples = load_examples(cfg, tokenizer)
@@ -93,6 +92,18 @@ def _steps(
         yield record(step, time.time(), metrics)
         if cfg.sft.stop_accuracy < 1.0 and metrics.get("sft/accuracy", 0.0) >= cfg.sft.stop_accuracy:
             return
+
+
+def _check_place(out: Path) -> None:
+    """Says now, and not after the training, that the checkpoint cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; give a new directory for the checkpoint, or remove it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: its folder cannot be made: {error.strerror}; give another --out") from error
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"{out}: {out.parent} cannot be written to; give another --out")
 
 
 def _environment(cfg: Config, machine: Machine) -> dict[str, str]:

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 
+from streamrl_jax.commands import evaluate
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import load_config
 from streamrl_jax.data import load_prompts
@@ -213,6 +214,13 @@ def test_nothing_is_compiled_once_samples_come(job: Job) -> None:
     first, later = (min(s.rewarded_s for s in read_samples(job.path, iteration)) for iteration in (0, 2))
     assert job.compiled, "the log is listened to"
     assert [text for when, text in job.compiled if first < when < later] == []
+
+
+def test_an_evaluation_alone_finds_what_the_run_found(sync: Job) -> None:
+    """`streamrl eval` of the checkpoint that the run began with: the same prompts, seeds and answers."""
+    alone, before = evaluate.run(sync.cfg), sync.result.evaluations[0]
+    assert replace(alone, seconds=0.0) == replace(before, seconds=0.0)
+    assert not any("streamrl-eval-" in path.name for path in Path("/dev/shm").iterdir())
 
 
 def test_every_metric_is_declared_and_every_declared_one_is_emitted(sync: Job, stale: Job) -> None:
