@@ -62,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StopRequested as request:
         print(f"streamrl: stopped by {request}", file=sys.stderr)
         return STOPPED_EXIT_CODE
-    except StopRequested as request:
-        print(f"streamrl: stopped by {request}", file=sys.stderr)
-        return STOPPED_EXIT_CODE
     except KeyboardInterrupt:
         print("streamrl: interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
