@@ -109,6 +109,7 @@ class StoreServer:
         self._store, self._listen, self._token, self._insecure = store, listen, token, insecure
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-store", daemon=True)
         self._server: grpc.aio.Server | None = None
 
@@ -157,3 +158,8 @@ class StoreServer:
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result(self._timeout_s)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if not net.is_pollers(context.get("exception")):
+        loop.default_exception_handler(context)

@@ -22,6 +22,7 @@ from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Publication
 from streamrl_jax.control.work import Work
+from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
 from streamrl_jax.rewards import RewardFn
 from streamrl_jax.types import Fence, Manifest, Prompt, Sample, Sampling, TokenIds, UpdateReport, WeightSource
@@ -277,9 +278,7 @@ class Controller:
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        # One poller of gRPC serves all loops of a process: here it also stumbles over events of another loop
-        # that was closed, and over wake-ups that another loop was quicker to read. Nothing of ours is lost.
-        if "PollerCompletionQueue" in repr(context.get("handle")):
+        if net.is_pollers(error):
             log.debug("gRPC's poller: %r", error)
             return
         self._fail(error if isinstance(error, BaseException) else ControlError(str(context["message"])))

@@ -337,7 +337,7 @@ class InstanceStream:
             raise
         if isinstance(message, pb.GenerateResponse):
             return message
-        if message is not grpc.aio.EOF:  # grpc.aio logs bytes that it cannot parse, and hands on None
+        if message is None:  # what grpc.aio makes of bytes that it cannot parse
             self._call.cancel()
             raise self._broken("a message is no GenerateResponse")
         code, detail = await self._call.code(), await self._call.details()

@@ -34,6 +34,23 @@ SERVER_OPTIONS: Final = (
 )
 
 
+def is_pollers(error: object) -> bool:
+    """Whether an error on an event loop is one that gRPC's poller makes and that harms nobody.
+
+    One poller serves all loops of a process: it stumbles over events of a loop that was closed, and over
+    wake-ups that another loop was quicker to read.
+
+    Args:
+        error: what the loop's exception handler was given.
+    """
+    trace = error.__traceback__ if isinstance(error, BaseException) else None
+    while trace is not None:
+        if "completion_queue.pyx" in trace.tb_frame.f_code.co_filename:
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Splits ``host:port`` or ``[v6]:port``.
 
