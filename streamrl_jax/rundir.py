@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import json
 import os
@@ -133,7 +134,8 @@ def create(path: Path, config_toml: str, forked_from: str = "") -> Iterator[RunD
             shutil.rmtree(draft, ignore_errors=True)
         run = look(path)
         try:
-            yield run
+            with _full_disk_named(path):
+                yield run
         except UserError:
             if not run.has_progress and not any(run.logs.iterdir()):
                 shutil.rmtree(path)
@@ -164,7 +166,8 @@ def reopen(path: Path, config_toml: str = "") -> Iterator[RunDir]:
             write_atomically(before, config_toml.encode())
         record["incarnation"] += 1
         write_atomically(path / _RECORD, _encoded(record))
-        yield _opened(path, record)
+        with _full_disk_named(path):
+            yield _opened(path, record)
 
 
 def look(path: Path) -> RunDir:
@@ -228,6 +231,20 @@ def _fill(draft: Path, name: str, config_toml: str, forked_from: str) -> None:
     }
     write_atomically(draft / _RECORD, _encoded(record))
     write_atomically(draft / "config.toml", config_toml.encode())
+
+
+@contextlib.contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """Whatever of a run meets a full disk, its user reads which disk, not where in the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{error.filename or path} could not be written: {error.strerror} ({shutil.disk_usage(path).free} bytes "
+            f"are free in {path}). Free some, then go on with streamrl train --resume {path}."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -87,6 +87,10 @@ def choose_directory(
     )
 
 
+class NoRoom(UserError):
+    """A blob's room could not be reserved, or not be filled."""
+
+
 class BlobWriter:
     """Writes one blob: ``write`` in any order, then ``seal``; leaving the context unsealed removes it.
 
@@ -100,7 +104,7 @@ class BlobWriter:
         nbytes: its size.
 
     Raises:
-        UserError: no room; names the path, the bytes needed and the bytes free. Nothing is left behind.
+        NoRoom: names the path, the bytes needed and the bytes free. Nothing is left behind.
     """
 
     def __init__(self, directory: Path, fence: Fence, version: int, nbytes: int) -> None:
@@ -138,7 +142,7 @@ class BlobWriter:
 
         Raises:
             ValueError: they would lie outside the blob.
-            UserError: no room.
+            NoRoom: after all; it was reserved.
         """
         view = memoryview(data).cast("B")
         if offset < 0 or offset + view.nbytes > self._nbytes:
@@ -182,11 +186,44 @@ class BlobWriter:
     def _explained(self, error: OSError) -> Exception:
         if error.errno not in _NO_SPACE:
             return error
-        return UserError(
+        return NoRoom(
             f"{self.path}: no room for the weights, {self._nbytes} bytes needed and "
             f"{free_bytes(self.path.parent)} free. Enlarge /dev/shm (docker: --shm-size), or put the run "
             "directory on a larger disk."
         )
+
+
+def open_blob(
+    directories: Sequence[Path],
+    fence: Fence,
+    version: int,
+    nbytes: int,
+    free: Callable[[Path], int] = free_bytes,
+) -> BlobWriter:
+    """Opens a blob in the first directory with room; where another process was quicker, in the next.
+
+    Args:
+        directories: existing ones, the best first.
+        fence: as for `BlobWriter`, like ``version`` and ``nbytes``.
+        version: the policy version.
+        nbytes: its size.
+        free: gives the free bytes of a directory.
+
+    Returns:
+        The writer.
+
+    Raises:
+        UserError: none has room.
+    """
+    left = list(directories)
+    while True:
+        directory = choose_directory(nbytes, left, free)
+        try:
+            return BlobWriter(directory, fence, version, nbytes)
+        except NoRoom:
+            left.remove(directory)
+            if not left:
+                raise
 
 
 def map_blob(path: Path, nbytes: int) -> memoryview:

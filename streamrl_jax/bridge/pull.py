@@ -11,7 +11,7 @@ from typing import Final
 
 import grpc
 
-from streamrl_jax.bridge.blob import BlobWriter, choose_directory
+from streamrl_jax.bridge.blob import BlobWriter, open_blob
 from streamrl_jax.bridge.manifest import check, summarise
 from streamrl_jax.gen import codec, net
 from streamrl_jax.proto import streamrl_pb2 as pb
@@ -104,8 +104,7 @@ async def pull(
         UserError: no room.
     """
     what = f"version {manifest.version} from {address}"
-    directory = choose_directory(manifest.total_bytes, directories)
-    with BlobWriter(directory, manifest.fence, manifest.version, manifest.total_bytes) as writer:
+    with open_blob(directories, manifest.fence, manifest.version, manifest.total_bytes) as writer:
         transfer = _Transfer(manifest, writer, token)
         try:
             async with asyncio.timeout(timeout_s):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from streamrl_jax.bridge.blob import BlobWriter, choose_directory
+from streamrl_jax.bridge.blob import BlobWriter, open_blob
 from streamrl_jax.bridge.manifest import blob_size, build_manifest, digest_bytes
 from streamrl_jax.types import Fence, Manifest, TensorSpec
 
@@ -57,8 +57,7 @@ class VersionWriter:
         """
         begun = time.monotonic()
         nbytes = blob_size(tuple(self._layout.values()))
-        directory = choose_directory(nbytes, self._directories)
-        self._blob = BlobWriter(directory, self._fence, self._version, nbytes)
+        self._blob = open_blob(self._directories, self._fence, self._version, nbytes)
         self._spend(write=time.monotonic() - begun)
 
     def add(self, tensors: Iterable[tuple[str, ArrayLike]]) -> None:

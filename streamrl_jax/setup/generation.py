@@ -38,8 +38,8 @@ def run_token_file(cfg: Config, home: RunDir) -> Path:
     if cfg.security.token_file:
         return Path(cfg.security.token_file)
     path = home.path / _TOKEN_FILE
-    if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    if not path.exists() or not path.stat().st_size:  # empty: the life that made it was killed just then
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as stream:
             stream.write(secrets.token_urlsafe(32) + "\n")
     return path

@@ -19,6 +19,7 @@ from streamrl_jax.bridge.blob import (
     choose_directory,
     free_bytes,
     map_blob,
+    open_blob,
     sweep,
 )
 from streamrl_jax.errors import UserError
@@ -109,6 +110,17 @@ def test_the_first_directory_with_room_is_chosen() -> None:
         UserError, match=r"needs 101 bytes.*/small \(10 bytes free\), /large \(100 bytes free\)"
     ):
         choose_directory(101, list(room), room.__getitem__)
+
+
+def test_where_another_was_quicker_the_next_directory_is_taken(tmp_path: Path) -> None:
+    """Two runs may see the same free bytes; who comes second learns of it when it reserves them."""
+    needed = free_bytes(SHARED_MEMORY) + (1 << 50)
+    seen = {SHARED_MEMORY: needed, tmp_path: needed}
+    with pytest.raises(UserError, match=f"{tmp_path}/streamrl-run-0-v0.*no room for the weights"):
+        open_blob([SHARED_MEMORY, tmp_path], FENCE, 0, needed, seen.__getitem__)
+    assert not list(tmp_path.iterdir())
+    with open_blob([SHARED_MEMORY, tmp_path], FENCE, 0, 4) as writer:
+        assert writer.path.parent == SHARED_MEMORY
 
 
 def test_a_run_id_with_a_slash_stays_in_its_directory(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -139,3 +140,14 @@ def test_an_atomic_write_that_fails_leaves_the_old_content(tmp_path: Path) -> No
         write_atomically(path, "text, not bytes")  # pyright: ignore[reportArgumentType]
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_full_disk_is_told_in_a_paragraph(tmp_path: Path, resumed: bool) -> None:
+    path = tmp_path / "run"
+    if resumed:
+        with rundir.create(path, ""):
+            pass
+    opened = rundir.reopen(path) if resumed else rundir.create(path, "")
+    with pytest.raises(UserError, match=r"run could not be written: No space left .* --resume .*run"), opened:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
