@@ -42,7 +42,7 @@ async def until_loaded(
         UserError: it refuses this run.
     """
     began = time.monotonic()
-    phase = "the process starts" if launched.managed else f"{launched.address} is asked"
+    phase, detail = "the process starts" if launched.managed else f"{launched.address} is asked", ""
     while True:
         check_process(launched)
         try:
@@ -50,7 +50,7 @@ async def until_loaded(
         except InstanceError as error:
             if not error.transient:
                 raise user_error(name, error) or InstanceLost(str(error)) from error
-            phase = f"no answer yet: {error}"
+            phase, detail = "no answer yet", f" ({error})"
         else:
             if status.state is InstanceState.FAILED:
                 phase = f"it reports that it failed: {status.message}"
@@ -59,11 +59,11 @@ async def until_loaded(
             elif status.state is not InstanceState.LOADING:
                 return
             else:
-                phase = status.phase or phase
+                phase, detail = status.phase or phase, ""
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise InstanceLost(
-                f"it was not loaded within {timeout_s:g} s (gen.start_timeout_s); its last phase: {phase}"
+                f"it was not loaded within {timeout_s:g} s (gen.start_timeout_s); its last phase: {phase}{detail}"
             )
         tell(phase, waited)
         await asyncio.sleep(poll_s)
