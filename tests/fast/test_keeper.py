@@ -79,5 +79,5 @@ def test_a_checkpoint_says_where_the_run_stood() -> None:
     found.save(4)
     meta = written.metas[0]
     assert (meta.step, meta.version, meta.incarnation) == (3, 3, 3)
-    assert meta.frontier.iteration == 3 and meta.frontier.in_flight == ("3", "4")
+    assert meta.frontier.iteration == 3 and meta.frontier.in_flight == (3, 4)
     assert written.metrics == [None, {BEST_METRIC: 0.75}], "an evaluation counts for its own version only"
