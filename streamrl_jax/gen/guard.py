@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from streamrl_jax.gen.parentage import adopt_orphans, die_with
@@ -71,15 +71,19 @@ def shared_segments(group: int) -> set[bytes]:
     return found
 
 
-def kill_group(group: int) -> None:
+def kill_group(group: int, segments: Iterable[bytes] = ()) -> None:
     """Kills every process of a group and removes the shared memory that they held.
 
     Python's resource trackers go last: they know the segments of processes that had ended before. They do
     not know those that vLLM's own code makes, which are read off the processes' maps.
+
+    Args:
+        group: its id.
+        segments: what processes that have ended meanwhile had mapped.
     """
-    segments = shared_segments(group)
+    held = shared_segments(group).union(segments)
     _kill_members(group)
-    for path in segments:
+    for path in held:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
@@ -108,20 +112,21 @@ def _watch(lifeline: int, parent: int, child: subprocess.Popen[bytes], told: lis
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
     """Ends the instance and all that it started; its exit code, or 128 and a signal's number."""
+    segments = shared_segments(child.pid)
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         try:
             child.wait(grace_s)
         except subprocess.TimeoutExpired:
             child.kill()
-    kill_group(child.pid)
+    kill_group(child.pid, segments)
     code = child.wait()
     _end_orphans()
     return code if code >= 0 else 128 - code
 
 
 def _end_orphans() -> None:
-    """Kills and reaps what came to the guard when its parents ended, of whatever group: one may bring others."""
+    """Kills and reaps what came to the guard when its parents ended, of any group: one may bring others."""
     deadline = time.monotonic() + _REAP_S
     while time.monotonic() < deadline:
         try:

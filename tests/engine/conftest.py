@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the shared instance come first, the one that ends it last of them: it is in nobody's way then."""
+    """Tests of the shared instance come first, the one that ends it last of them: out of the others' way."""
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("ends_the_engine"):

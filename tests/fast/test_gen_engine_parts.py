@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen.engine import continuation_seed, sampled_logprobs, token_versions
 from streamrl_jax.gen.options import (
     EngineOptions,
     InstanceSpec,
@@ -22,6 +21,7 @@ from streamrl_jax.gen.options import (
     split_cores,
     write_spec,
 )
+from streamrl_jax.gen.translate import continuation_seed, sampled_logprobs, token_versions
 from streamrl_jax.types import Fence, group_runs
 
 
