@@ -100,6 +100,23 @@ def check_listen(address: str, *, insecure: bool, token: str) -> None:
         )
 
 
+def check_call(address: str, *, insecure: bool) -> None:
+    """Refuses to send token and samples to another machine in plain text by accident.
+
+    Args:
+        address: ``host:port`` to call.
+        insecure: ``security.insecure``.
+
+    Raises:
+        UserError: a host beyond loopback without consent.
+    """
+    if not insecure and not is_loopback(split_address(address)[0]):
+        raise UserError(
+            f"gen.endpoints names {address}, which is another machine: token, samples and weights would travel in "
+            "plain text; set security.insecure = true if the network is trusted, or go through an ssh tunnel"
+        )
+
+
 def read_token(path: str) -> str:
     """Reads a shared secret.
 

@@ -56,11 +56,16 @@ def make_launcher(
         model_dir: The policy's checkpoint.
         split: Which instance runs on what.
         token_file: The shared secret.
+
+    Raises:
+        UserError: An endpoint is no address, named twice, or on another machine without `security.insecure`.
     """
     specs = local_specs(cfg, model_dir, split, token_file.absolute(), home.fence)
     local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
     if not cfg.gen.endpoints:
         return local
+    for address in cfg.gen.endpoints:
+        net.check_call(address, insecure=cfg.security.insecure)
     return JoinedLauncher([local, StaticLauncher(endpoint_names(cfg.gen.endpoints))])
 
 

@@ -721,6 +721,25 @@ def test_nothing_listens_beyond_loopback_by_accident(tmp_path: Path) -> None:
     assert net.read_token(str(tmp_path / "token")) == "s3cret"
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:1", ""),
+        ("[::1]:1", ""),
+        ("localhost:1", ""),
+        ("node-b:1", "plain text"),
+        ("10.0.0.2:1", "plain text"),
+    ],
+)
+def test_no_other_machine_is_called_in_plain_text_by_accident(address: str, reason: str) -> None:
+    net.check_call(address, insecure=True)
+    if not reason:
+        net.check_call(address, insecure=False)
+        return
+    with pytest.raises(UserError, match=rf"gen.endpoints names {address}.*{reason}.*security.insecure"):
+        net.check_call(address, insecure=False)
+
+
 def test_a_port_in_use_is_an_error_that_names_it() -> None:
     async def scenario() -> None:
         async with serving(FakeEngine()) as (_, address):
