@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import streamrl_jax
 from streamrl_jax.commands import evaluate
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import load_config
@@ -27,6 +29,7 @@ from streamrl_jax.main_job import RunResult, train
 from streamrl_jax.metric_names import METRICS, undeclared
 from streamrl_jax.metrics import Missing
 from streamrl_jax.samples_log import read_samples, recorded_iterations
+from streamrl_jax.train.advantage import leave_one_out_advantages
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
 from streamrl_jax.types import expand_runs
@@ -77,13 +80,13 @@ class Job:
         return range(self.cfg.trainer.total_training_steps)
 
 
-def run_job(cfg: Config) -> Job:
+def run_job(cfg: Config, **functions: Any) -> Job:
     handler = Compiled()
     logger = logging.getLogger("jax")
     logger.addHandler(handler)
     try:
         with jax.log_compiles():
-            return Job(cfg, train(cfg), handler.seen)
+            return Job(cfg, streamrl_jax.run(cfg, **functions), handler.seen)
     finally:
         logger.removeHandler(handler)
 
@@ -102,16 +105,20 @@ def sync(world: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def stale(world: Path) -> Job:
-    """GRPO, one step stale."""
-    return run_job(
-        job_config(
-            world,
-            run={"name": "stale"},
-            gen={"instances": 2},
-            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
-            trainer={"max_staleness": 1, "total_training_steps": 5},
-        )
+    """GRPO with functions of one's own, one step stale; weights travel as to another host."""
+
+    def digits(completions: list[str], **columns: Any) -> list[float]:
+        return [sum(character.isdigit() for character in text) / 8 for text in completions]
+
+    cfg = job_config(
+        world,
+        run={"name": "stale"},
+        gen={"instances": 2},
+        bridge={"transport": "grpc"},
+        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+        trainer={"max_staleness": 1, "total_training_steps": 5},
     )
+    return run_job(cfg, reward_fn=digits, advantage_fn=leave_one_out_advantages)
 
 
 @pytest.fixture(params=["sync", "stale"])
@@ -236,3 +243,8 @@ def test_every_metric_is_declared_and_every_declared_one_is_emitted(sync: Job, s
 def test_a_run_directory_that_exists_is_refused(sync: Job) -> None:
     with pytest.raises(UserError, match=r"sync exists; continue it with --resume"):
         train(sync.cfg)
+
+
+def test_from_python_overrides_are_for_files(world: Path) -> None:
+    with pytest.raises(UserError, match="overrides are for configuration files"):
+        streamrl_jax.run(job_config(world), "actor.optim.lr=1e-4")

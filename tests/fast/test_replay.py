@@ -132,6 +132,12 @@ def test_iterations_that_are_done_again_have_the_same_prompts(history: History) 
         assert set(np.concatenate(versions)) == {iteration}
 
 
+def test_training_overlaps_generation(history: History) -> None:
+    """Of two micro-batches the first is worked on while samples still come; iteration 0 waits for its whitening."""
+    shares = [line.number("training/overlapped") for line in training_lines(history.path)]
+    assert shares[0] == 0.0 and max(share or 0.0 for share in shares) == 0.5
+
+
 def test_what_was_recorded_beyond_the_checkpoint_is_set_aside(history: History) -> None:
     assert recorded_iterations(history.path / "samples") == list(range(STEPS))
     aside = history.path / "samples" / SUPERSEDED
