@@ -24,6 +24,7 @@ from streamrl_jax.config_io import COMMAND_LINE, Layer, config_from_layers, dump
 from streamrl_jax.config_schema import keys
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import InstanceSpec, engine_environment, read_spec
+from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.setup.devices import DeviceSplit, Machine
 from streamrl_jax.setup.instances import engine_options, local_specs, standalone_spec
 from streamrl_jax.train.shapes import plan_rl_shape
@@ -165,6 +166,9 @@ def test_ctrl_c_and_signals_have_their_exit_codes_and_faults_their_traceback(
     install(monkeypatch, stopped)
     assert main(["train", "base.toml"]) == 75
     assert "SIGTERM after step 7; go on with streamrl train --resume runs/demo" in capsys.readouterr().err
+    install(monkeypatch, StopRequested("SIGUSR1"))
+    assert main(["train", "base.toml"]) == 75
+    assert capsys.readouterr().err == "streamrl: stopped by SIGUSR1\n"
     install(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(["train", "base.toml"])
@@ -197,7 +201,7 @@ def test_commands_hand_over_what_they_parsed(
         calls.append(given)
         return 0
 
-    monkeypatch.setitem(sys.modules, f"streamrl_jax.{module}", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, f"streamrl_jax.commands.{module}", SimpleNamespace(run=run))
     assert main(arguments) == 0
     config = load_config([Path("base.toml")], ["rollout.n=3"])
     assert calls == [tuple(config if item == "config" else item for item in expected)]
