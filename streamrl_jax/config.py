@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Field(ge=0.0, le=1.0)
 
@@ -163,7 +163,14 @@ class OptimSection(Section):
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Final share of the peak rate, at ``trainer.total_training_steps``."""
+    """Final share of the peak rate, at the last step of the run."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_decay(cls, betas: list[float]) -> list[float]:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError("each of the two must be from 0 to below 1: at 1 a moment would never move")
+        return betas
 
 
 class ActorSection(Section):
@@ -190,7 +197,7 @@ class ActorSection(Section):
     kl_loss_coef: float = Field(default=0.001, ge=0.0)
     """Weight of that KL."""
     kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """Its estimator (Schulman's names)."""
+    """Its estimator (Schulman's names). The gradient of ``k1`` averages to zero: it would hold nothing back."""
     grad_clip: float = Field(default=1.0, gt=0.0)
     """Global norm."""
     optim: OptimSection = OptimSection()
@@ -231,7 +238,7 @@ class AlgorithmSection(Section):
     loss_fn: str = ""
     """A policy loss of one's own, as ``file.py:function``."""
     advantage_fn: str = ""
-    """A group advantage of one's own, as ``file.py:function``."""
+    """A group advantage of one's own, as ``file.py:function``; with ``grpo``."""
 
 
 class RewardSection(Section):
@@ -398,11 +405,18 @@ class Config(Section):
             )
         if self.algorithm.adv_estimator == "grpo" and self.algorithm.use_kl_in_reward:
             raise ValueError(
-                "algorithm.use_kl_in_reward = true with algorithm.adv_estimator = 'grpo': a group's advantage comes from "
-                "its scores alone; put the KL in the loss with actor.use_kl_loss"
+                "algorithm.use_kl_in_reward = true with algorithm.adv_estimator = 'grpo': a group's "
+                "advantage comes from its scores alone; put the KL in the loss with actor.use_kl_loss"
+            )
+        if self.algorithm.advantage_fn and self.uses_critic:
+            raise ValueError(
+                f"algorithm.advantage_fn = {self.algorithm.advantage_fn!r} with algorithm.adv_estimator = 'gae': the "
+                "critic gives the advantages, and the function would not be called; set adv_estimator to 'grpo'"
             )
         if self.bridge.in_flight and self.trainer.max_staleness == 0:
-            raise ValueError("bridge.in_flight = true needs trainer.max_staleness = 1: in sync mode nothing is in flight")
+            raise ValueError(
+                "bridge.in_flight = true needs trainer.max_staleness = 1: in sync mode nothing is in flight"
+            )
         if not self.gen.instances and not self.gen.endpoints:
             raise ValueError("gen.instances = 0 and gen.endpoints is empty: nothing would generate")
         if self.gen.max_model_len and self.gen.max_model_len < self.longest_sample:
@@ -441,4 +455,8 @@ class Config(Section):
     @property
     def streams(self) -> bool:
         """Whether gradients accumulate while samples still arrive (one optimizer step an iteration)."""
-        return self.mini_batches == 1 and self.actor.ppo_epochs == 1 and self.algorithm.whiten_advantages != "batch"
+        return (
+            self.mini_batches == 1
+            and self.actor.ppo_epochs == 1
+            and not (self.uses_critic and self.algorithm.whiten_advantages == "batch")
+        )

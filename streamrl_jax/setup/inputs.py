@@ -81,6 +81,11 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
             f"data.max_prompt_length + data.max_response_length = {cfg.longest_sample} is more than the model was made "
             f"for: max_position_embeddings = {arch.max_positions} in {model_dir / 'config.json'}; lower one of them"
         )
+    if functions.advantage and cfg.uses_critic:
+        raise UserError(
+            "advantage_fn is given, but algorithm.adv_estimator = 'gae': the critic gives the advantages, and the "
+            "function would not be called; set adv_estimator to 'grpo'"
+        )
     tokenizer = Tokenizer.load(model_dir)
     algorithm = cfg.algorithm
     return Inputs(

@@ -25,7 +25,7 @@ def learning_rate(settings: OptimSection, total_steps: int) -> optax.Schedule:
 
     Args:
         settings: `lr`, `lr_warmup_steps`, `lr_scheduler`, `min_lr_ratio`.
-        total_steps: The optimizer steps of the whole run, warm-up included.
+        total_steps: The network's optimizer steps in the whole run, warm-up included.
 
     Returns:
         Steps taken so far -> rate of the next one.

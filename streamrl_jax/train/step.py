@@ -1,8 +1,8 @@
 """The jitted programs of a training iteration, built once for an architecture, a mesh and a configuration.
 
     single update (streams)      learn_critic_on_arrival ─▶ learn_actor ─▶ apply
-    several updates              estimate ─▶ (learn_critic, learn_actor) per mini-batch ─▶ apply per
-    mini-batch with a reference             score first
+    several updates              estimate ─▶ per mini-batch: (learn_critic, learn_actor) ─▶ apply
+    with a reference             score first
 
 Each works on one micro-batch; only `apply` sees the whole (mini-)batch. What is accumulated are gradients of
 sums, and metrics leave as sums and counts, so the result does not depend on how samples were split (DESIGN
@@ -80,12 +80,13 @@ class Steps:
         compute = Compute(cfg.model.compute_dtype, cfg.model.remat, cfg.model.attention_block)
         self.actor = Model(arch, mesh, "lm", compute)
         self.critic = Model(arch, mesh, "value", compute) if cfg.uses_critic else None
-        total = cfg.trainer.total_training_steps * cfg.mini_batches * cfg.actor.ppo_epochs
+        updates, iterations = cfg.mini_batches * cfg.actor.ppo_epochs, cfg.trainer.total_training_steps
+        learning = iterations - (cfg.critic.warmup_steps if cfg.uses_critic else 0)  # the actor's iterations
         self._actor_optimizer = make_optimizer(
-            cfg.actor.optim, grad_clip=cfg.actor.grad_clip, total_steps=total
+            cfg.actor.optim, grad_clip=cfg.actor.grad_clip, total_steps=max(learning, 0) * updates
         )
         self._critic_optimizer = make_optimizer(
-            cfg.critic.optim, grad_clip=cfg.critic.grad_clip, total_steps=total
+            cfg.critic.optim, grad_clip=cfg.critic.grad_clip, total_steps=iterations * updates
         )
         self._objective = Objective(self.actor, self.critic, cfg, policy_loss, vocab_limit)
         self._abstract = abstract_state(
@@ -217,8 +218,9 @@ class Steps:
         critic_denominator: float,
         learn_actor: bool = True,
     ) -> tuple[TrainState, Accumulators, UpdateReport]:
-        """Divides by the global denominators and takes one optimizer step. `state` and `gradients` are
-        donated.
+        """Divides by the global denominators and takes one optimizer step.
+
+        `state` and `gradients` are donated.
 
         A loss or gradient that is not finite refuses the update: the state comes back as it was, and the
         report says `training/update_refused` = 1.

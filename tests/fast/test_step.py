@@ -270,6 +270,19 @@ def test_the_learning_rate_warms_up_and_reaches_its_floor(scheduler: Any, expect
     )
 
 
+def test_the_actors_schedule_ends_with_the_run_though_it_began_after_the_critics_warm_up() -> None:
+    optim = {"lr": 1e-2, "lr_scheduler": "linear", "min_lr_ratio": 0.0}
+    cfg = config(
+        trainer={"total_training_steps": 3},
+        actor={"optim": optim},
+        critic={"optim": optim, "warmup_steps": 1},
+    )
+    steps = Steps(programs("ppo").actor.arch, programs("ppo").mesh, cfg)
+    results = run(new_trainer(steps, rows=2), [samples(i) for i in range(3)])
+    assert [found["critic/lr"] for found in results] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3])
+    assert [found["actor/lr"] for found in results[1:]] == pytest.approx([0.01, 0.005])
+
+
 def test_norms_and_biases_are_not_decayed() -> None:
     tree = decayed(random_params(programs("ppo").actor, 0))
     kept = {jax.tree_util.keystr(path) for path, on in jax.tree_util.tree_leaves_with_path(tree) if not on}
