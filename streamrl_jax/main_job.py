@@ -154,7 +154,13 @@ def _pinned(fork: Fork, cfg: Config, split: DeviceSplit) -> Fork:
     from streamrl_jax.train.checkpoint import Checkpointer
 
     with Checkpointer(look(fork.run_dir).checkpoints, 1) as source:
-        return Fork(fork.run_dir.absolute(), source.read_meta(fork.step).step)
+        pinned = Fork(fork.run_dir.absolute(), source.read_meta(fork.step).step)
+    if pinned.step is not None and pinned.step >= cfg.trainer.total_training_steps:
+        raise UserError(
+            f"the fork starts at step {pinned.step} of {pinned.run_dir}, and trainer.total_training_steps = "
+            f"{cfg.trainer.total_training_steps}: nothing would be trained; raise it, or fork from an earlier step"
+        )
+    return pinned
 
 
 def _last_step(restore: Restore | None) -> int:

@@ -74,6 +74,14 @@ def test_another_learning_rate_from_an_older_step(origin: Path, capfd: pytest.Ca
     assert left_behind(fork) == []
 
 
+def test_a_fork_that_would_train_nothing_is_refused(origin: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fork = origin.with_name("nothing")
+    assert main(["train", "--fork-from", str(origin), "--run-dir", str(fork)]) == 2
+    assert "the fork starts at step 2" in (said := capfd.readouterr().err)
+    assert "trainer.total_training_steps = 2" in said
+    assert not fork.exists()
+
+
 def test_a_fork_whose_first_life_left_no_checkpoint_starts_from_its_origin_again(
     origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
