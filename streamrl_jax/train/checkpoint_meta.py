@@ -15,11 +15,10 @@ BEST_METRIC: Final = "val/accuracy"
 
 @dataclass(frozen=True)
 class Frontier:
-    """What of the prompts has been consumed. Prompts are a function of the iteration, so a number says it."""
+    """What of the prompts has been consumed; prompts are a function of the iteration, so a number says it."""
 
     iteration: int  # the first one that the trainer has not consumed
-    in_flight: tuple[str, ...] = ()  # async: sample ids of later iterations that were handed out
-    buffered: tuple[str, ...] = ()  # and of those, the ones that had come back
+    in_flight: tuple[int, ...] = ()  # later ones that were handed out; a resume generates them anew
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Meta:
     incarnation: int  # of the run that wrote it
     frontier: Frontier
     config_digest: str
-    statistics: Mapping[str, float] = field(default_factory=dict)  # running ones, kept on the host
     metrics: Mapping[str, float] = field(default_factory=dict)  # of this step, to compare checkpoints by
 
 
@@ -50,8 +48,8 @@ def meta_from_json(value: Any, where: str) -> Meta:
     """
     try:
         frontier = value["frontier"]
-        in_flight, buffered = tuple(frontier["in_flight"]), tuple(frontier["buffered"])
-        return Meta(**{**value, "frontier": Frontier(frontier["iteration"], in_flight, buffered)})
+        frontier = Frontier(**{**frontier, "in_flight": tuple(frontier["in_flight"])})
+        return Meta(**{**value, "frontier": frontier})
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{where} was written by another release of this program ({type(error).__name__}: {error}). "

@@ -78,13 +78,11 @@ class Keeper:
         return self._completed
 
     def _meta(self, version: int) -> Meta:
-        in_flight = tuple(
-            str(iteration) for iteration in self._rollouts.open_iterations if iteration >= version
-        )
+        in_flight = tuple(iteration for iteration in self._rollouts.open_iterations if iteration >= version)
         return Meta(
             step=version,
             version=version,
             incarnation=self._fence.incarnation,
-            frontier=Frontier(version, in_flight, ()),
+            frontier=Frontier(version, in_flight),
             config_digest=self._config_digest,
         )

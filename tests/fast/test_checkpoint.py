@@ -37,9 +37,9 @@ META = Meta(
     step=4,
     version=4,
     incarnation=1,
-    frontier=Frontier(4, in_flight=("4/7/0", "4/7/1"), buffered=("4/2/0",)),
+    frontier=Frontier(4, in_flight=(4, 5)),
     config_digest="ab12",
-    statistics={"mean": 0.1 + 0.2, "count": 7.0},
+    metrics={"val/accuracy": 0.1 + 0.2},
 )
 
 
