@@ -41,14 +41,20 @@ def model_directory(name: str, field: str) -> Path:
         raise UserError(
             f"{field} = {name!r}: there is no such directory, and it has not the form of a hub id (owner/name)"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{field} = {name!r}: there is no such directory, and without the package huggingface_hub nothing can be "
+            "fetched; install the extra `hub`, or put the checkpoint on disk and give its directory"
+        ) from error
 
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{field} = {name!r}: there is no such directory, and the hub did not give a model of this name "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name, or put the checkpoint on "
+            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}). Check the name, or put the checkpoint on "
             "disk and give its directory"
         ) from error

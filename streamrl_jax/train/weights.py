@@ -44,8 +44,7 @@ class Weights:
         """
         begun = time.monotonic()
         if self._written is not None:  # one version at a time, so that host memory stays bounded
-            self._written.result(self._timeout_s)
-            self._costs = self._known_costs()
+            self._costs = self._known_costs(self._written)
         self._updated = Future()
         self._written = self._publisher.publish(params, version).future
         self._written.add_done_callback(partial(self._hand_over, self._updated))
@@ -57,7 +56,12 @@ class Weights:
         Raises:
             TimeoutError: Not in time.
         """
-        return self._updated.result(timeout_s)
+        try:
+            return self._updated.result(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the instances did not all load the newest version within {timeout_s:g} s"
+            ) from error
 
     def metrics(self) -> dict[str, float]:
         """What publishing cost: the newest version's hold on the trainer, and what the one before it took.
@@ -66,9 +70,15 @@ class Weights:
         """
         return {"timing_s/publish_blocked": self._blocked_s} | self._costs
 
-    def _known_costs(self) -> dict[str, float]:
-        assert self._written is not None
-        stats = self._written.result(self._timeout_s).stats
+    def _known_costs(self, written: Future[Published]) -> dict[str, float]:
+        """Waits until the bytes of the version before lie ready."""
+        try:
+            stats = written.result(self._timeout_s).stats
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the bytes of the version before were not written within bridge.update_timeout_s = "
+                f"{self._timeout_s:g} s"
+            ) from error
         found = {"weights/bytes": float(stats.nbytes), "timing_s/publish": stats.total_s}
         if self._updated.done():
             reports = self._updated.result()
