@@ -19,8 +19,7 @@ _LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss is computed from, [rows, len] each, aligned at the token (entry t belongs to token
-    t).
+    """What a policy loss is computed from, [rows, len] each; entry t belongs to token t.
 
     Attributes:
         logprobs: The current policy's, with gradient.
@@ -46,10 +45,9 @@ class PolicyLoss(Protocol):
     def __call__(
         self, inputs: PolicyInputs, settings: ActorSection
     ) -> tuple[Float[Array, "rows len"], TokenStatistics]:
-        """Gives the loss of each token, and per-token statistics whose masked means are logged as
-        `actor/<name>`.
+        """Gives the loss of each token, and per-token statistics.
 
-        Entries outside the mask are ignored. Aggregation follows `actor.loss_agg_mode`; entropy bonus and KL
+        The statistics' masked means are logged as `actor/<name>`. Entries outside the mask are ignored. Aggregation follows `actor.loss_agg_mode`; entropy bonus and KL
         are added by the caller.
         """
         ...
@@ -64,8 +62,7 @@ def log_ratio(inputs: PolicyInputs) -> Float[Array, "rows len"]:
 def clipped_policy_loss(
     inputs: PolicyInputs, settings: ActorSection
 ) -> tuple[Float[Array, "rows len"], TokenStatistics]:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with its own lower and upper clip (arXiv 2503.14476,
-    section 3.1).
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), lower and upper clip apart (arXiv 2503.14476, 3.1).
 
         ratio = exp(logp - behaviour_logp)
         loss  = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))
@@ -108,8 +105,7 @@ def clipped_value_loss(
     *,
     clip: float,
 ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
-    """PPO's clipped value loss: 1/2 max((V - R)^2, (V_clip - R)^2), V_clip = clip(V, V_old - clip, V_old +
-    clip).
+    """PPO's clipped value loss: 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
 
     Source: the reference implementation of arXiv 1707.06347, as described in arXiv 2005.12729, section 3.
     Masking: the caller's. The denominator is the number of kept tokens, whatever `actor.loss_agg_mode`.
@@ -118,7 +114,7 @@ def clipped_value_loss(
         values: The critic's, with gradient.
         old_values: The critic's at the start of the iteration.
         returns: R, from `advantage.gae`.
-        clip: `critic.cliprange_value`.
+        clip: c, `critic.cliprange_value`.
 
     Returns:
         The loss of each token, and 1 where the clip took effect, else 0.
@@ -131,12 +127,13 @@ def clipped_value_loss(
 def kl_estimate(
     logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...], kind: KlEstimator
 ) -> Float[Array, ...]:
-    """Per-token estimates of KL(policy || reference) from the policy's samples (J. Schulman, "Approximating
-    KL divergence", 2020). With d = reference_logp - logp:
+    """Per-token estimates of KL(policy || reference) from the policy's samples.
 
-        k1 = -d             unbiased, may be negative; its gradient averages to 0, so it says nothing as a
-        loss k2 = d^2 / 2        biased, small variance; its expected gradient is that of the KL
-        k3 = exp(d) - 1 - d unbiased, never negative
+    Source: J. Schulman, "Approximating KL divergence", 2020. With d = reference_logp - logp:
+
+        k1 = -d              unbiased, may be negative; as a loss its gradient averages to 0
+        k2 = d^2 / 2         biased, small variance; its expected gradient is that of the KL
+        k3 = exp(d) - 1 - d  unbiased, never negative
 
     Masking and denominator: the caller's.
 
