@@ -106,7 +106,7 @@ def job_config(folder: Path, **changes: dict[str, Any]) -> Config:
             "lookahead": 2,
             "heartbeat_interval_s": 0.2,
         },
-        # Rows of one sample, eight of them on eight devices: one compiled shape, two micro-batches an iteration.
+        # Rows of one sample, four of them over data and fsdp: one compiled shape, four micro-batches an iteration.
         "actor": {"ppo_max_token_len_per_gpu": 16, "use_kl_loss": True, "optim": optim},
         "critic": {"optim": optim},
         "algorithm": {"use_kl_in_reward": True},
