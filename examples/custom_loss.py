@@ -1,5 +1,4 @@
-"""A policy loss of one's own: REINFORCE with a truncated importance weight, in place of PPO's clipped
-surrogate.
+"""A policy loss of one's own: REINFORCE with a truncated importance weight, in place of PPO's clipped surrogate.
 
     streamrl train configs/demo.toml --algorithm.loss_fn examples/custom_loss.py:truncated_reinforce
 
@@ -15,9 +14,7 @@ from streamrl_jax.train.loss import PolicyInputs, TokenStatistics, log_ratio
 
 
 def truncated_reinforce(inputs: PolicyInputs, settings: ActorSection) -> tuple[jax.Array, TokenStatistics]:
-    """loss_t = -min(ratio_t, 1 + high) A_t log pi_t, the weight without gradient (as in IMPALA, arXiv
-    1802.01561).
-    """
+    """loss_t = -min(ratio_t, 1 + high) A_t log pi_t, the weight without gradient (as in IMPALA, arXiv 1802.01561)."""
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs)))
     weight = jnp.minimum(ratio, 1.0 + settings.clip_ratio_high)
     truncated = (ratio > weight).astype(jnp.float32)

@@ -10,9 +10,7 @@ A function with verl's `compute_score(data_source, solution_str, ground_truth, e
 def close_enough(
     completions: list[str], answer: list[str], tolerance: int = 10, **columns: object
 ) -> list[float]:
-    """1 for the right number, and less the further off it is, down to 0 at `tolerance`
-    (`reward.kwargs.tolerance`).
-    """
+    """1 for the right number, and less the further off it is, down to 0 at `tolerance` (`reward.kwargs.tolerance`)."""
     return [
         _closeness(completion, right, tolerance)
         for completion, right in zip(completions, answer, strict=True)

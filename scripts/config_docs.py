@@ -50,7 +50,11 @@ def pages() -> Mapping[Path, str]:
 
 def main(arguments: list[str]) -> int:
     """Writes the pages, or with `--check` says which are not up to date."""
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     if "--check" in arguments:
         for path in stale:
             print(f"{path} is not up to date: run make docs", file=sys.stderr)

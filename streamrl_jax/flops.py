@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-# Dense bfloat16 peak, FLOP/s, from the vendors' data sheets. The first entry that `device_kind` contains
-# counts.
+# Dense bfloat16 peak, FLOP/s, from the vendors' data sheets. The first entry that `device_kind` contains counts.
 PEAK_BF16_FLOPS: Final[Mapping[str, float]] = {
     "GB200": 2.5e15,
     "B200": 2.25e15,

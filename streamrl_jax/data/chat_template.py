@@ -74,8 +74,7 @@ class ChatTemplate:
                 documents=None,
                 **self.variables,
             )
-        # Beside its own errors a template passes on what its expressions raise, e.g. a TypeError from None +
-        # "text".
+        # Beside its own errors a template passes on what its expressions raise, e.g. a TypeError from None + "text".
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError) as error:
             raise UserError(
                 f"{self.where}: the chat template refuses the messages {_shorten(messages)}: {error}; "
@@ -115,9 +114,7 @@ def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> 
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant said; rendering keeps the text as it
-    is.
-    """
+    """`{% generation %}…{% endgeneration %}` marks what the assistant said; rendering keeps the text as it is."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

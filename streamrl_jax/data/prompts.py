@@ -104,9 +104,7 @@ class PromptSet:
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal hash of rows and token ids; with the same digest and seed two runs see the same
-        prompts.
-        """
+        """Hexadecimal hash of rows and token ids; with the same digest and seed two runs see the same prompts."""
         hasher = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             columns = repr(_canonical(prompt.columns)).encode()

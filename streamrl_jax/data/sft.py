@@ -98,8 +98,7 @@ def _encode(rows: Sequence[SourceRow], cfg: Config, tokenizer: Tokenizer) -> tup
     prompts = encode_rows(rows, cfg.data, tokenizer)
     examples = []
     for row, prompt_ids in zip(rows, prompts, strict=True):
-        # Encoded apart from the prompt, as the policy's own answer is: it begins where the prompt's last
-        # token ends.
+        # Encoded apart from the prompt, as the policy's own answer is: it begins where the prompt's last token ends.
         words = tokenizer.encode(_answer_of(row, cfg.sft.answer_key), special_tokens=False)
         check_known(row.where, cfg.sft.answer_key, words, tokenizer)
         answer_ids = np.append(words, tokenizer.eos_ids[0]).astype(np.int32)

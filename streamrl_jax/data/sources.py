@@ -1,6 +1,4 @@
-"""Rows from where they lie: .jsonl and .parquet files, and built-in tasks. Every error names file and
-line.
-"""
+"""Rows from where they lie: .jsonl and .parquet files, and built-in tasks. Every error names file and line."""
 
 from __future__ import annotations
 

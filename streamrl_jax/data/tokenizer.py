@@ -96,9 +96,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, special_tokens: bool = True) -> TokenIds:
-        """Encodes a text as Hugging Face does, with the BOS and EOS that the checkpoint writes, or
-        without.
-        """
+        """Encodes a text as Hugging Face does, with the BOS and EOS that the checkpoint writes, or without."""
         return np.asarray(self.backend.encode(text, add_special_tokens=special_tokens).ids, np.int32)
 
     def encode_prompt(self, text: str) -> TokenIds:
@@ -140,9 +138,7 @@ class Tokenizer:
         )
 
     def known_ids(self) -> Bool[np.ndarray, " model_vocab"]:
-        """Says which rows of the model's output have a token; the others must never be sampled (padded
-        vocabulary).
-        """
+        """Says which rows of the model's output have a token; the others must never be sampled (padded vocabulary)."""
         known = np.zeros(self.model_vocab_size, bool)
         known[list(self.backend.get_vocab(with_added_tokens=True).values())] = True
         return known
@@ -180,16 +176,13 @@ def _written_bos(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
-    # The model's own, not the name in tokenizer_config.json: byte-level vocabularies are given one that never
-    # stands.
+    # The model's own, not the name in tokenizer_config.json: byte-level vocabularies are given one that never stands.
     text = getattr(backend.model, "unk_token", None)
     return backend.token_to_id(text) if isinstance(text, str) else None
 
 
 def _special_tokens(where: Path) -> dict[str, str]:
-    """Text of the named special tokens; tokenizer_config.json comes before the older
-    special_tokens_map.json.
-    """
+    """Text of the named special tokens; tokenizer_config.json comes before the older special_tokens_map.json."""
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         config = _read_json(where / file)

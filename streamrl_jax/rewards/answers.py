@@ -52,9 +52,7 @@ def tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}`, nested braces included, or None if there is none or it is cut
-    off.
-    """
+    """What stands in the last `\\boxed{…}`, nested braces included, or None if there is none or it is cut off."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -68,9 +66,7 @@ def boxed(text: str) -> str | None:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two short answers are equal: by value if both are numbers, else as text without spacing
-    commands.
-    """
+    """Whether two short answers are equal: by value if both are numbers, else as text without spacing commands."""
     first, second = parse_number(one), parse_number(other)
     if first is not None and second is not None:
         return first == second

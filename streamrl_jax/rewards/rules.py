@@ -35,8 +35,7 @@ def last_number(text: str, columns: Columns, *, answer_key: str = "answer") -> f
 
 
 def gsm8k(text: str, columns: Columns, *, answer_key: str = "answer", strict: bool = False) -> float:
-    """1 if the number behind `####` equals that of the row's answer (a whole GSM8K solution, or the number
-    alone).
+    """1 if the number behind `####` equals that of the row's answer (a whole GSM8K solution, or the number alone).
 
     Without `strict` a text that has no `####` is judged by its last number.
     """

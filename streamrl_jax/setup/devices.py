@@ -1,9 +1,7 @@
 """Which devices of this machine belong to which instance, and which to the trainer.
 
-GPUs: the instances take the last ones, the trainer the first, unless the configuration names them. CPU cores:
-    the
-instances share them out evenly, and the trainer may use all of them, since it mostly waits while they
-generate.
+GPUs: the instances take the last ones, the trainer the first, unless the configuration names them. CPU cores: the
+instances share them out evenly, and the trainer may use all of them, since it mostly waits while they generate.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ def model_directory(name: str, field: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
         raise UserError(
             f"{field} = {name!r}: there is no such directory, and the hub did not give a model of this name "
-            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}). Check the name, or put the checkpoint on "
+            f"({why}). Check the name, or put the checkpoint on "
             "disk and give its directory"
         ) from error

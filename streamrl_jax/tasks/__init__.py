@@ -29,9 +29,7 @@ class Task(Protocol):
         ...
 
     def test_rows(self) -> Sequence[Row]:
-        """Held-out prompts; none of them is among the training prompts or the examples. Any beginning is a
-        fair draw.
-        """
+        """Held-out prompts, none of which is a training prompt or an example. Any beginning is a fair draw."""
         ...
 
     def example_rows(self, seed: int, step: int, count: int) -> Sequence[Row]:
@@ -39,9 +37,7 @@ class Task(Protocol):
         ...
 
     def stop_rows(self) -> Sequence[Row]:
-        """The stop set: rows whose greedy accuracy tells that the warm start has learned what it is to
-        learn.
-        """
+        """The stop set: rows whose greedy accuracy tells that the warm start has learned what it is to learn."""
         ...
 
 

@@ -75,8 +75,7 @@ def prepare_smollm(out: str | Path) -> bool:
 
 
 def find_gguf() -> Path:
-    """Finds the model in the installed package, which is not imported: it wants packages that nothing here
-    needs.
+    """Finds the model in the installed package, which is not imported: it wants packages that nothing here needs.
 
     Raises:
         UserError: The package is not installed.
@@ -101,8 +100,7 @@ def write_tokenizer(source: Path, directory: Path) -> None:
 
     converted = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     backend = tokenizers.Tokenizer.from_str(converted.backend_tokenizer.to_str())
-    # The GGUF names its pre-tokenizer ("smollm"), and the conversion passes over the name: digits stand
-    # alone.
+    # The GGUF names its pre-tokenizer ("smollm"), and the conversion passes over the name: digits stand alone.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

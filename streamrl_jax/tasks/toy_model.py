@@ -1,5 +1,4 @@
-"""The checkpoint that the demos start from: a small Qwen2-architecture model with a character tokenizer,
-untrained.
+"""The checkpoint that the demos start from: a small Qwen2-architecture model with a character tokenizer, untrained.
 
     python -m streamrl_jax.tasks.toy_model --out models/toy --seed 0
 
@@ -31,8 +30,7 @@ _SPECIAL: Final = (PAD, EOS, UNKNOWN)
 CHARACTERS: Final = string.digits + string.ascii_lowercase + " \n+-*/=%^,.:;!?()[]<>|'\"#"
 """What the tokenizer knows besides the special tokens: 64 ids in all."""
 
-# Messages are put behind one another as they are: the model knows no roles, but a chat client can ask it a
-# sum.
+# Messages are put behind one another as they are: the model knows no roles, but a chat client can ask it a sum.
 _CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

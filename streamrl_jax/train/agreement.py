@@ -1,5 +1,4 @@
-"""Do trainer and generator give the same log-probs for the same tokens and version (DESIGN rule 4)? NumPy
-only.
+"""Do trainer and generator give the same log-probs for the same tokens and version (DESIGN rule 4)? NumPy only.
 
 Only tokens of the trainer's own version are compared: where the trainer has moved on, a difference is
 learning.

@@ -105,7 +105,8 @@ class AgreementGate:
         if result.refused:
             raise UserError(
                 f"iteration {iteration}: loss or gradient is not finite, and the update was refused. The "
-                "iteration's samples are in samples/. Lower actor.optim.lr, or look at the rewards; --resume goes on from the last checkpoint"
+                "iteration's samples are in samples/. Lower actor.optim.lr, or look at the rewards; --resume goes on "
+                "from the last checkpoint"
             )
         compared = self._probed or result.agreement
         reached = compared.quantile(self._cfg.agreement.quantile)

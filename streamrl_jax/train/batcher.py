@@ -82,8 +82,7 @@ class MicroBatch:
 
 
 class MicroBatcher:
-    """Puts each answer into the fullest row that has room for it, and hands out a micro-batch when it is
-    full.
+    """Puts each answer into the fullest row that has room for it, and hands out a micro-batch when it is full.
 
     Call order: `add` for each answer, then `flush` for what is left.
 

@@ -47,8 +47,8 @@ class PolicyLoss(Protocol):
     ) -> tuple[Float[Array, "rows len"], TokenStatistics]:
         """Gives the loss of each token, and per-token statistics.
 
-        The statistics' masked means are logged as `actor/<name>`. Entries outside the mask are ignored. Aggregation follows `actor.loss_agg_mode`; entropy bonus and KL
-        are added by the caller.
+        The statistics' masked means are logged as `actor/<name>`. Entries outside the mask are ignored.
+        Aggregation follows `actor.loss_agg_mode`; entropy bonus and KL are added by the caller.
         """
         ...
 

@@ -17,8 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from streamrl_jax.train.shapes import fill_axes
 
 # Order matters: neighbouring devices differ in the last axis, so `tensor`, which talks the most, is
-# innermost. Axes that cross hosts (`dcn_*`) will multiply into these when the mesh is built; the names here
-# stay.
+# innermost. Axes that cross hosts (`dcn_*`) will multiply into these when the mesh is built; the names here stay.
 MESH_AXES: Final[tuple[str, ...]] = ("data", "fsdp", "tensor")
 
 RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

@@ -1,5 +1,4 @@
-"""What actor and critic minimise, as pure functions of parameters and one micro-batch. `step.py` compiles
-them.
+"""What actor and critic minimise, as pure functions of parameters and one micro-batch. `step.py` compiles them.
 
 All losses here are *sums* over the micro-batch's tokens; the division by the global denominator is
 `Steps.apply`'s.
@@ -159,8 +158,7 @@ class Objective:
     def policy_loss(
         self, params: Params, prepared: Prepared, whitening: Whitening
     ) -> tuple[Float[Array, ""], tuple[Tally, Float[Array, "rows len"]]]:
-        """The actor's summed loss: policy loss - entropy_coeff * entropy (+ kl_loss_coef * KL), weighted per
-        token.
+        """The actor's summed loss: policy loss - entropy_coeff * entropy (+ kl_loss_coef * KL), weighted per token.
 
         Returns:
             The sum, and with it the metrics (not scaled by the coefficients) and the current log-probs.

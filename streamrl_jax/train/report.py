@@ -1,7 +1,6 @@
-"""Turns the tallies of an iteration into named metrics: sums over all micro-batches, divided once. Host,
-double precision.
+"""Turns the tallies of an iteration into named metrics: sums over all micro-batches, divided once.
 
-Names are verl's where it has one.
+On the host, in double precision. Names are verl's where it has one.
 """
 
 from __future__ import annotations

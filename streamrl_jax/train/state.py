@@ -35,8 +35,9 @@ class Network:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that training changes. There is no random key: nothing on the device draws numbers, and
-    mini-batches are drawn from (seed, iteration) alone.
+    """Everything that training changes.
+
+    There is no random key: nothing on the device draws numbers, and mini-batches are drawn from (seed, version) alone.
 
     Attributes:
         actor: The policy.

@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.models.layers import Linear, rotate
 
-# Finite, so that a query without any key (the padding of the last block) gives a number that is dropped, not
-# NaN.
+# Finite, so that a query without any key (the padding of the last block) gives a number that is dropped, not NaN.
 _MASKED = -1e30
 
 

@@ -124,8 +124,7 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "rows len"], mesh: Mesh) -> Float[Array, "rows len embed"]:
         table = self.embedding.weight[...]
-        # A lookup cannot have both its result's rows and the table's columns split over fsdp: gather the
-        # columns.
+        # A lookup cannot have both its result's rows and the table's columns split over fsdp: gather the columns.
         lookup = named_sharding(("vocab", "norm"), table.shape, mesh)
         return jax.lax.with_sharding_constraint(table, lookup)[tokens]
 
@@ -143,6 +142,5 @@ def _rematerialised(block: Callable[..., Array], remat: Remat) -> Callable[..., 
     if remat == "none":
         return block
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    # Inside a scan nothing can be merged across iterations, so the barriers against that would only cost
-    # time.
+    # Inside a scan nothing can be merged across iterations, so the barriers against that would only cost time.
     return jax.checkpoint(block, prevent_cse=False, policy=policy)
