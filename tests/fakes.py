@@ -55,6 +55,7 @@ class FakeEngine:
     quarantine_update: str = ""  # the reason with which an update fails after it began
     start_failure: str = ""
     tokens_total: int = 0
+    excused_until_s: float = 0.0
     log: list[str] = field(
         default_factory=list
     )  # what happened, in order: "start s/0", "finish s/0", "update 1" ...
@@ -64,6 +65,7 @@ class FakeEngine:
     _arrivals: int = 0
     _aborted: set[tuple[str, int]] = field(default_factory=set)
     _crash: str = ""
+    _hung: bool = False
     _go: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -73,10 +75,12 @@ class FakeEngine:
 
     def hang(self) -> None:
         """Like a stopped EngineCore: no token and no answer to a ping until `thaw`."""
+        self._hung = True
         self._go.clear()
 
     def thaw(self) -> None:
         """Ends `hang`."""
+        self._hung = False
         self._go.set()
 
     def crash(self, reason: str = "engine core died") -> None:
@@ -168,7 +172,8 @@ class FakeEngine:
         self._go.set()
 
     async def ping(self) -> None:
-        await self._go.wait()
+        if self._hung:  # one that is paused answers
+            await self._go.wait()
         self._fail_if_crashed()
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@
 symbol     meaning                                                      bound
 ========== ===========================================================  ====================
 silence    since the last message of any kind                           ``lease_s``
-age        since the engine (not its API process) last answered         ``lease_s``
+age        of an answer that the engine (not its API process) owes      ``lease_s``
 standstill GENERATING, or holding work of ours, without a new token     ``lease_s``
 updating   UPDATING or PAUSED without a new token (what runs may end)   ``update_timeout_s``
 loading    LOADING without a break                                      ``start_timeout_s``
@@ -93,13 +93,11 @@ class Lease:
         if self._state is InstanceState.LOADING:
             loading = now - self._state_since
             return _over(loading, bounds.start_timeout_s, "it was loading", "gen.start_timeout_s")
+        if self._engine_age > bounds.lease_s:
+            return _over(self._engine_age, bounds.lease_s, "its engine did not answer", "gen.lease_s")
         if self._state in _UPDATE_STATES:
             doing = f"it was {self._state} and made no token"
             return _over(still, bounds.update_timeout_s, doing, "bridge.update_timeout_s")
-        # In other states the engine may be silent with good reason, and its age begins with this one.
-        age = min(self._engine_age, now - self._state_since)
-        if age > bounds.lease_s:
-            return _over(age, bounds.lease_s, "its engine did not answer", "gen.lease_s")
         if held:
             return _over(still, bounds.lease_s, f"it made no token for its {held} samples", "gen.lease_s")
         if self._state is InstanceState.GENERATING:

@@ -61,6 +61,8 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._version = NO_VERSION
         self._paused = False
+        self._applying = False
+        self._applied_s = 0.0
         self._description = "vllm"
         self._vocab_size = 0
         self.tokens_total = 0
@@ -76,6 +78,11 @@ class VllmEngine:
     def version(self) -> int:
         """The version that it serves; -1 while it holds dummy or foreign weights."""
         return self._version
+
+    @property
+    def excused_until_s(self) -> float:
+        """Applying weights keeps EngineCore from answering; the bound of an update ends that."""
+        return time.monotonic() if self._applying else self._applied_s
 
     # ---------------------------------------------------------------- life
 
@@ -219,12 +226,15 @@ class VllmEngine:
             reason = f"version {manifest.version} was refused: {summarise(faults)}"
             return UpdateReport("", False, self._version, reason, staged_s=staged_s)
         held = time.monotonic()
+        self._applying = True
         try:
             await self._apply(manifest.version, max(_LEAST_APPLY_S, deadline - held))
         except Exception as error:
             log.exception("applying version %d failed", manifest.version)
             reason = f"applying version {manifest.version} failed: {type(error).__name__}: {error}"
             return UpdateReport("", False, NO_VERSION, reason, quarantined=True, staged_s=staged_s)
+        finally:
+            self._applying, self._applied_s = False, time.monotonic()
         now = time.monotonic()
         return UpdateReport(
             "",

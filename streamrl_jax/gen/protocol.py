@@ -66,6 +66,11 @@ class Engine(Protocol):
         """Tokens sampled since the start; grows while work proceeds, also between deltas."""
         ...
 
+    @property
+    def excused_until_s(self) -> float:
+        """Up to which moment (monotonic seconds) its silence proves nothing: now while weights are applied."""
+        ...
+
     async def start(self, report: Callable[[str], None]) -> None:
         """Loads; returns when it can generate. ``report`` takes a line that says what it is doing.
 

@@ -26,8 +26,10 @@ class Pulse:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last answer; 0 before the engine is up."""
-        return 0.0 if self._answered_s is None else time.monotonic() - self._answered_s
+        """Seconds for which an answer has been missing; 0 before the engine is up, and while weights are applied."""
+        if self._answered_s is None:
+            return 0.0
+        return max(0.0, time.monotonic() - max(self._answered_s, self._engine.excused_until_s))
 
     async def run(self) -> None:
         """Asks until the engine is dead.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -480,6 +481,22 @@ def test_heartbeats_count_tokens_and_show_a_stopped_engine() -> None:
             assert status.engine_age_s > 0.6
             while (await next_of(stream, InstanceStatus)).engine_age_s < 0.6:
                 pass
+            engine.thaw()
+
+    run(scenario)
+
+
+def test_an_engine_owes_no_answer_while_it_applies_weights_or_is_paused() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with serving(engine) as (_, address), stream_to(address) as (client, _):
+            await client.pause(FENCE, keep=True, timeout_s=5)
+            await asyncio.sleep(1.2)
+            assert (await client.status())[0].engine_age_s < 0.9
+            engine.hang()
+            engine.excused_until_s = time.monotonic() + 0.8
+            await asyncio.sleep(1.4)
+            assert 0.2 < (await client.status())[0].engine_age_s < 1.0, "counted from the end of the excuse"
             engine.thaw()
 
     run(scenario)
