@@ -139,6 +139,7 @@ class Recorder:
         self._log.write(iteration, self._samples, iteration)
         pool = self._controller.pool()  # before the clock, so that no share of the step is over 1
         seconds = time.monotonic() - self._begun
+        phases = self._trace.take_seconds()
         metrics: dict[str, Value | None] = {
             **result.metrics,
             **staleness_metrics(self._samples, iteration),
@@ -146,11 +147,11 @@ class Recorder:
             **self._weights.metrics(),
             **self._gate.metrics(),
             **{f"rollouter/{name}": float(count) for name, count in self._controller.counters().items()},
-            **self._speed(seconds),
+            **self._speed(seconds, seconds - self._rollouts.waited.total_s - phases.get("probe", 0.0)),
             "training/global_step": float(iteration + 1),
             "training/version": float(iteration + 1),
             "training/samples": float(len(self._samples)),
-            **{f"timing_s/{name}": spent for name, spent in self._trace.take_seconds().items()},
+            **{f"timing_s/{name}": spent for name, spent in phases.items()},
             "timing_s/step": seconds,
             "timing_s/gen_wait": self._rollouts.waited.total_s,
             "timing_s/gen_wait_first": self._rollouts.waited.first_s,
@@ -176,11 +177,16 @@ class Recorder:
             self._cfg.samples_per_iteration,
         )
 
-    def _speed(self, seconds: float) -> dict[str, Value | None]:
+    def _speed(self, seconds: float, busy: float) -> dict[str, Value | None]:
+        """What the step came to.
+
+        Args:
+            seconds: Of the whole step.
+            busy: Of them, those that the trainer spent on training.
+        """
         lengths = [sample.length for sample in self._samples]
         hardware, cfg = self._hardware, self._cfg
         flops = update_flops(hardware.arch, lengths, epochs=cfg.actor.ppo_epochs)
-        busy = seconds - self._rollouts.waited.total_s
         peak = peak_flops(hardware.device_kind, cfg.model.compute_dtype)
         share = mfu(flops, busy, hardware.devices, peak)
         missing = Missing(f"no peak known for {hardware.device_kind} in {cfg.model.compute_dtype}")
