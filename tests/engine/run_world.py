@@ -98,11 +98,13 @@ class Command:
 
     def end(self) -> None:
         """Ends what is left of it, with everything that it started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in self.tree():
+        if self._process.poll() is None:
+            processes = self.tree()
+            for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self._process.wait(30)
+            self._process.wait(30)
+            until(lambda: not alive(processes), "the end of all processes", 30)
 
 
 @contextlib.contextmanager
@@ -173,7 +175,7 @@ def dispatched_ids(run_dir: Path, iteration: int) -> set[str]:
     cfg = load_config([run_dir / "config.toml"], [])
     tokenizer = Tokenizer.load(model_directory(cfg.model.path, "model.path"))
     prompts = load_prompts(cfg.data, tokenizer, "train", cfg.run.seed).iteration(iteration)
-    return {f"{iteration}/{prompt.prompt_id}/{k}" for prompt in prompts for k in range(cfg.rollout.n)}
+    return {f"train/{iteration}/{prompt.prompt_id}/{k}" for prompt in prompts for k in range(cfg.rollout.n)}
 
 
 def instance_of(run_dir: Path, name: str) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def status_at(address: str, token: str) -> InstanceStatus | None:
             reply = call(pb.StatusRequest(), timeout=5.0, metadata=net.bearer(token))
         except grpc.RpcError:
             return None
-    return codec.status_from_proto(reply)[0]
+    return codec.status_from_proto(reply)
 
 
 def kill_group(group: int) -> None:

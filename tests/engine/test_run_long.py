@@ -1,0 +1,282 @@
+"""configs/demo_long.toml on two real instances: one is killed in mid-batch, then the main process itself.
+
+Two lives of two runs, and many questions to what they leave behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl_jax.types import FinishReason, InstanceState, Sample, VersionRun
+from tests.engine.run_world import (
+    CONFIGS,
+    alive,
+    blobs,
+    consumed,
+    dispatched_ids,
+    has_step,
+    instance_of,
+    instance_status,
+    kill_group,
+    running,
+    steps,
+    streamrl,
+    trained,
+    until,
+    warm_start,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+CONFIG = CONFIGS / "demo_long.toml"
+VICTIM, SURVIVOR = "instance-1", "instance-0"
+SAMPLES = 128
+BOUND = 1e-3  # on the log-prob difference of every single token, as in the configuration
+START_S, STEP_S = 400.0, 200.0
+GONE_WITHIN_S = 30.0
+NO_EVALUATION = ("trainer.test_freq=0", "trainer.val_before_train=false")
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that counts on, badly: a fraction of the shipped warm start's steps."""
+    return warm_start(tmp_path_factory.mktemp("warm"), CONFIG.name, "sft.steps=60", "sft.stop_check_every=60")
+
+
+def at_work(run_dir: Path, name: str) -> bool:
+    """Whether an instance is in the middle of answers."""
+    status = instance_status(run_dir, name)
+    return status is not None and status.state is InstanceState.GENERATING and status.running > 8
+
+
+def members(groups: Sequence[int]) -> list[int]:
+    """Living processes of process groups."""
+    found = []
+    for process in alive(list(psutil.process_iter())):
+        try:
+            if os.getpgid(process.pid) in groups:
+                found.append(process.pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+# ------------------------------------------------------------------ synchronous, an instance is killed
+
+
+@dataclass(frozen=True)
+class Bereft:
+    """A run that lost an instance, got it back, and was told to end."""
+
+    run_dir: Path
+    lost_in: int  # the iteration
+    back_in: int  # the first recorded one to which the restarted instance gave answers
+    exit_code: int
+    left: list[psutil.Process]
+    output: str
+
+
+@pytest.fixture(scope="module")
+def bereft(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Bereft:
+    folder = tmp_path_factory.mktemp("sync")
+    run_dir = folder / "run"
+    arguments = ["train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.total_training_steps=60"]
+    with running(*arguments, "--run-dir", run_dir, log=folder / "log") as command:
+        command.until(lambda: has_step(run_dir, 1), "the first step", START_S)
+        command.until(lambda: at_work(run_dir, VICTIM), f"{VICTIM} is at work", STEP_S, every_s=0.02)
+        kill_group(instance_of(run_dir, VICTIM)["pid"])
+        lost_in = max(trained(run_dir))
+
+        def helpers() -> list[int]:
+            later = {i: samples for i, samples in consumed(run_dir).items() if i > lost_in}
+            return [i for i, samples in later.items() if any(by(VICTIM, sample) for sample in samples)]
+
+        command.until(lambda: bool(helpers()), f"{VICTIM} answers again", START_S, every_s=1.0)
+        started = command.tree()
+        command.tell(signal.SIGTERM)
+        code = command.wait(60)
+        return Bereft(run_dir, lost_in, helpers()[0], code, alive(started), command.output())
+
+
+def by(instance: str, sample: Sample) -> bool:
+    """Whether it was this instance that finished a sample."""
+    return sample.generation.instance == instance
+
+
+def test_each_sample_reaches_the_trainer_once_though_an_instance_dies(bereft: Bereft) -> None:
+    found = consumed(bereft.run_dir)
+    assert sorted(found) == list(range(max(trained(bereft.run_dir))))
+    for iteration, samples in found.items():
+        assert len(samples) == SAMPLES
+        assert {sample.sample_id for sample in samples} == dispatched_ids(bereft.run_dir, iteration)
+
+
+def test_what_the_dead_instance_had_begun_is_finished_by_the_other(bereft: Bereft) -> None:
+    again = {
+        iteration: [sample for sample in samples if sample.generation.attempt]
+        for iteration, samples in consumed(bereft.run_dir).items()
+    }
+    assert {iteration for iteration, samples in again.items() if samples} == {bereft.lost_in}
+    assert all(by(SURVIVOR, sample) for sample in again[bereft.lost_in])
+    counters = trained(bereft.run_dir)[bereft.lost_in + 1]
+    assert counters["rollouter/redispatched"] == len(again[bereft.lost_in])
+    assert counters["rollouter/restarts"] == 1
+    assert f"{VICTIM} is lost: " in bereft.output
+    assert f"{len(again[bereft.lost_in])} samples of {VICTIM} are handed out again" in bereft.output
+
+
+def test_the_dead_instance_comes_back_with_the_weights_of_its_time(bereft: Bereft) -> None:
+    assert f"{VICTIM} is started again (restart 1)" in bereft.output
+    samples = [s for s in consumed(bereft.run_dir)[bereft.back_in] if by(VICTIM, s)]
+    assert {run.version for sample in samples for run in sample.generation.versions} == {bereft.back_in}
+    last = trained(bereft.run_dir)[max(trained(bereft.run_dir))]
+    assert last["rollouter/restarts"] == 1
+    print(f"\nlost in iteration {bereft.lost_in}, back in {bereft.back_in}")
+
+
+def test_every_token_agrees_at_a_temperature_other_than_one(bereft: Bereft) -> None:
+    worst = 0.0
+    samples = consumed(bereft.run_dir)
+    for step, metrics in trained(bereft.run_dir).items():
+        tokens = sum(len(sample.generation.token_ids) for sample in samples[step - 1])
+        assert metrics["training/rollout_tokens_compared"] == tokens
+        worst = max(worst, metrics["training/rollout_logprobs_diff_max"])
+    print(f"\nlargest log-prob difference over all steps: {worst:.2e}")
+    assert worst < BOUND
+
+
+def test_synchronous_means_the_trainers_own_version(bereft: Bereft) -> None:
+    for iteration, samples in consumed(bereft.run_dir).items():
+        for sample in samples:
+            answer = sample.generation
+            assert answer.versions == (VersionRun(iteration, len(answer.token_ids)),)
+            assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        assert trained(bereft.run_dir)[iteration + 1]["training/staleness/max"] == 0
+
+
+def test_answers_are_long_and_end_at_different_times(bereft: Bereft) -> None:
+    for metrics in trained(bereft.run_dir).values():
+        assert metrics["response_length/mean"] > 100
+        assert metrics["response_length/max"] > 2 * metrics["response_length/min"]
+
+
+def test_gradients_are_computed_while_answers_are_still_written(bereft: Bereft) -> None:
+    # The first iteration has no statistics for whitening yet, so its policy gradient waits for the batch.
+    shares = {step: m["training/overlapped"] for step, m in trained(bereft.run_dir).items() if step > 1}
+    print(f"\nshare of the gradient work before the last sample: {shares}")
+    assert all(share > 0 for share in shares.values())
+
+
+def test_sigterm_writes_a_checkpoint_and_leaves_no_process(bereft: Bereft) -> None:
+    assert bereft.exit_code == 75
+    done = max(trained(bereft.run_dir))
+    assert (bereft.run_dir / "checkpoints" / f"step_{done}" / "commit_success.txt").exists()
+    assert f"go on with streamrl train --resume {bereft.run_dir}" in bereft.output
+    assert bereft.left == []
+    assert blobs(bereft.run_dir) == []
+
+
+# ------------------------------------------------------------------ one step stale, the main process is killed
+
+LAST = 6
+
+
+@dataclass(frozen=True)
+class Forsaken:
+    """A run whose main process was killed, and that was resumed."""
+
+    run_dir: Path
+    processes: list[str]  # that it had
+    gone_after_s: float
+    left: list[int]  # of the process groups of its instances
+    blobs: list[Path]  # that it left behind
+    resumed_output: str
+
+
+@pytest.fixture(scope="module")
+def forsaken(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Forsaken:
+    folder = tmp_path_factory.mktemp("async")
+    run_dir = folder / "run"
+    arguments = [
+        *("train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.max_staleness=1"),
+        *("trainer.save_freq=2", f"trainer.total_training_steps={LAST}", "--run-dir", run_dir),
+    ]
+    with running(*arguments, log=folder / "log") as command:
+        command.until(lambda: has_step(run_dir, 3), "the third step", START_S + 2 * STEP_S)
+        command.until(lambda: at_work(run_dir, SURVIVOR), f"{SURVIVOR} is at work", STEP_S, every_s=0.02)
+        processes = command.tree()
+        names = [" ".join(process.cmdline()) for process in processes]
+        groups = [instance_of(run_dir, name)["pid"] for name in (VICTIM, SURVIVOR)]
+        command.tell(signal.SIGKILL)
+        command.wait(10)
+        seconds = until(lambda: not alive(processes), "the end of all processes", 2 * GONE_WITHIN_S)
+        left = members(groups)
+    behind = blobs(run_dir)
+    output = streamrl("train", "--resume", run_dir, log=folder / "resumed", within_s=START_S + LAST * STEP_S)
+    return Forsaken(run_dir, names, seconds, left, behind, output)
+
+
+def test_killing_the_main_process_leaves_none_of_its_instances(forsaken: Forsaken) -> None:
+    print(f"\n{len(forsaken.processes)} processes gone after {forsaken.gone_after_s:.1f} s")
+    for kind in ("streamrl_jax.gen.guard", "streamrl_jax.gen.instance", "EngineCore"):
+        assert sum(kind in process for process in forsaken.processes) >= 2, forsaken.processes
+    assert forsaken.gone_after_s < GONE_WITHIN_S
+    assert forsaken.left == []
+
+
+def test_what_it_left_in_shared_memory_goes_with_its_instances(forsaken: Forsaken) -> None:
+    assert forsaken.blobs == [], "a killed trainer cannot tidy up: its guards do"
+    assert blobs(forsaken.run_dir) == []
+
+
+def test_a_resumed_run_has_every_step_once_and_the_same_prompts(forsaken: Forsaken) -> None:
+    run_dir = forsaken.run_dir
+    assert json.loads((run_dir / "run.json").read_text())["incarnation"] == 1
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, LAST + 1))
+    assert [m["training/version"] for m in trained(run_dir).values()] == list(range(1, LAST + 1))
+    found = consumed(run_dir)
+    assert sorted(found) == list(range(LAST))
+    for iteration, samples in found.items():
+        assert len(samples) == SAMPLES
+        assert {sample.sample_id for sample in samples} == dispatched_ids(run_dir, iteration)
+    assert (run_dir / "checkpoints" / f"step_{LAST}" / "commit_success.txt").exists()
+
+
+def test_what_was_trained_on_after_the_checkpoint_is_set_aside_and_done_again(forsaken: Forsaken) -> None:
+    aside = sorted((forsaken.run_dir / "samples" / "superseded" / "1").glob("*.parquet"))
+    assert aside[0].name == "iteration_000002.parquet"  # the checkpoint of step 2 was the newest
+    # The weights are those of the checkpoint: version 2, and no older one is left anywhere.
+    assert {run.version for s in consumed(forsaken.run_dir)[2] for run in s.generation.versions} == {2}
+
+
+def test_a_token_is_one_version_stale_at_most_and_some_are(forsaken: Forsaken) -> None:
+    lags = set()
+    for iteration, samples in consumed(forsaken.run_dir).items():
+        for sample in samples:
+            runs = sample.generation.versions
+            assert len(runs) == 1, "an update without in_flight waits for what runs"
+            assert runs[0].length == len(sample.generation.token_ids)
+            lags.add(iteration - runs[0].version)
+    assert lags == {0, 1}
+    staleness = [metrics["training/staleness/max"] for metrics in trained(forsaken.run_dir).values()]
+    assert staleness[0] == 0 and max(staleness) == 1
+
+
+def test_both_sides_agree_on_the_probe_after_each_push(forsaken: Forsaken) -> None:
+    for step, metrics in steps(forsaken.run_dir).items():
+        assert metrics["training/probe_tokens_compared"] > 0, step
+        assert metrics["training/probe_tokens_other_version"] == 0, step
+        assert metrics["training/probe_logprobs_diff_max"] < BOUND, step
+        # Where all of a step's tokens are stale, the probe is all there is.
+        assert metrics.get("training/rollout_logprobs_diff_max", 0.0) < BOUND, step
+    worst = max(metrics["training/probe_logprobs_diff_max"] for metrics in steps(forsaken.run_dir).values())
+    print(f"\nlargest log-prob difference on the probes: {worst:.2e}")
