@@ -60,7 +60,7 @@ METRICS: Final[Mapping[str, str]] = {
     "perf/time_per_step": "Seconds of the step.",
     "perf/throughput": "Tokens per second and device, trainer and generator together.",
     "perf/gen_tokens_per_s": "Answer tokens per second, all instances.",
-    "perf/mfu/actor": "The actor's useful FLOPs over the peak, while it neither waits nor probes; missing without a known peak.",
+    "perf/mfu/actor": "The actor's useful FLOPs over the peak, outside waits and probes; missing without a known peak.",
     "perf/max_memory_allocated_gb": "Device memory at its highest, GiB.",
     "trainer/idle_ratio": "Share of the step that the trainer waited for samples (for a probe: timing_s/probe).",
     "rollouter/idle_ratio": "Share of the step that instances were up with nothing to do, mean.",
