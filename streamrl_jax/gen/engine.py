@@ -43,6 +43,11 @@ _ANSWER_S: Final = 3.0
 _LEAST_APPLY_S: Final = 5.0
 """What applying gets also when the bound is nearly reached: giving up would cost a restart."""
 
+_QUIET_APPLY_S: Final = 30.0
+_QUIET_APPLY_SHARE: Final = 10.0
+"""While weights are applied EngineCore may be silent for so long, and so many times what checking the same bytes
+took besides: applying copies them once, where checking has read and hashed them all."""
+
 _ALIVE_S: Final = 1.0
 """Between two looks at whether the engine's process is still there, while a call waits for it."""
 
@@ -61,8 +66,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._version = NO_VERSION
         self._paused = False
-        self._applying = False
-        self._applied_s = 0.0
+        self._excused_until_s = 0.0
         self._description = "vllm"
         self._vocab_size = 0
         self.tokens_total = 0
@@ -81,8 +85,8 @@ class VllmEngine:
 
     @property
     def excused_until_s(self) -> float:
-        """Applying weights keeps EngineCore from answering; the bound of an update ends that."""
-        return time.monotonic() if self._applying else self._applied_s
+        """Applying weights keeps EngineCore from answering."""
+        return self._excused_until_s
 
     # ---------------------------------------------------------------- life
 
@@ -226,7 +230,7 @@ class VllmEngine:
             reason = f"version {manifest.version} was refused: {summarise(faults)}"
             return UpdateReport("", False, self._version, reason, staged_s=staged_s)
         held = time.monotonic()
-        self._applying = True
+        self._excused_until_s = held + _QUIET_APPLY_S + _QUIET_APPLY_SHARE * staged_s
         try:
             await self._apply(manifest.version, max(_LEAST_APPLY_S, deadline - held))
         except Exception as error:
@@ -234,7 +238,7 @@ class VllmEngine:
             reason = f"applying version {manifest.version} failed: {type(error).__name__}: {error}"
             return UpdateReport("", False, NO_VERSION, reason, quarantined=True, staged_s=staged_s)
         finally:
-            self._applying, self._applied_s = False, time.monotonic()
+            self._excused_until_s = time.monotonic()
         now = time.monotonic()
         return UpdateReport(
             "",

@@ -68,7 +68,7 @@ class Engine(Protocol):
 
     @property
     def excused_until_s(self) -> float:
-        """Up to which moment (monotonic seconds) its silence proves nothing: now while weights are applied."""
+        """Up to which moment (monotonic seconds) its silence proves nothing, since weights are applied."""
         ...
 
     async def start(self, report: Callable[[str], None]) -> None:

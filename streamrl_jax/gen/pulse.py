@@ -26,7 +26,7 @@ class Pulse:
 
     @property
     def age_s(self) -> float:
-        """Seconds for which an answer has been missing; 0 before the engine is up, and while weights are applied."""
+        """Seconds for which an answer has been missing; 0 before the engine is up, and while it is excused."""
         if self._answered_s is None:
             return 0.0
         return max(0.0, time.monotonic() - max(self._answered_s, self._engine.excused_until_s))
