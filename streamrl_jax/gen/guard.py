@@ -29,9 +29,9 @@ from typing import Final
 from streamrl_jax.gen.parentage import adopt_orphans, die_with
 
 _TICK_S: Final = 0.5
-_TRACKERS_S: Final = 5.0
+TRACKERS_S: Final = 5.0
 """Python's resource trackers get so long to unlink the shared memory of the processes that were killed."""
-_REAP_S: Final = 3.0
+REAP_S: Final = 3.0
 """Bound on the end of what was killed: a process that hangs in the kernel is left to it."""
 
 _SEGMENT: Final = re.compile(rb" (/dev/shm/(?:psm_|vllm_|sem\.)\S+)")
@@ -93,7 +93,7 @@ def _kill_members(group: int) -> None:
         if b"resource_tracker" not in command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _TRACKERS_S
+    deadline = time.monotonic() + TRACKERS_S
     while time.monotonic() < deadline and any(True for _ in group_members(group)):
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
 
 def _end_orphans() -> None:
     """Kills and reaps what came to the guard when its parents ended, of any group: one may bring others."""
-    deadline = time.monotonic() + _REAP_S
+    deadline = time.monotonic() + REAP_S
     while time.monotonic() < deadline:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -17,7 +17,7 @@ from typing import IO, Final
 
 import streamrl_jax
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen.guard import kill_group
+from streamrl_jax.gen.guard import REAP_S, TRACKERS_S, kill_group
 from streamrl_jax.gen.options import InstanceSpec, engine_seed, write_spec
 
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -194,7 +194,7 @@ async def _stop(
     guard: subprocess.Popen[bytes], lifeline: IO[bytes], process_group: int | None, grace_s: float
 ) -> None:
     lifeline.close()
-    deadline = time.monotonic() + grace_s + 5
+    deadline = time.monotonic() + grace_s + TRACKERS_S + REAP_S + 1
     while guard.poll() is None and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     if guard.poll() is None:  # stopped, say: the signal of its death ends the instance's main process
