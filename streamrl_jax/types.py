@@ -82,6 +82,11 @@ class Sampling:
     min_p: float | None = None
     forced_length: int | None = None  # recorded lengths: ignore stops, produce exactly this many
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the answer may have at the most."""
+        return self.forced_length or self.max_new_tokens
+
 
 @dataclass(frozen=True, eq=False)
 class Prompt:

@@ -48,7 +48,7 @@ def resumable(known: Partial | None, sampling: Sampling) -> Partial | None:
     """
     if known is None:
         return None
-    keep = min(len(known.token_ids), (sampling.forced_length or sampling.max_new_tokens) - 1)
+    keep = min(len(known.token_ids), sampling.longest - 1)
     if sampling.forced_length is None:
         stops = np.flatnonzero(np.isin(known.token_ids[:keep], sampling.stop_token_ids))
         keep = int(stops[0]) if stops.size else keep

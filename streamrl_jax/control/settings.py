@@ -25,7 +25,9 @@ class ControlSettings:
     reward_timeout_s: float = 30.0  # one call of the reward function
     reward_workers: int = 2  # threads
     max_attempts: int = 20  # of one sample, before the run stops with its name
-    close_timeout_s: float = 25.0  # bound on the end of everything; a launcher's `stop` takes 22 s at the most
+    close_timeout_s: float = (
+        25.0  # bound on the end of everything; a launcher's `stop` takes 22 s at the most
+    )
 
     @classmethod
     def of(cls, config: Config) -> ControlSettings:

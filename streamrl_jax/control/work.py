@@ -129,8 +129,7 @@ class Work:
         if verdict is not Verdict.ACCEPTED:
             self.ledger.drop(verdict)
         elif (known := extend(self._partials.get(progress.sample_id), progress)) is not None:
-            sampling = self._open[progress.sample_id].job.sampling
-            if len(known.token_ids) > (limit := sampling.forced_length or sampling.max_new_tokens):
+            if len(known.token_ids) > (limit := self._open[progress.sample_id].job.sampling.longest):
                 raise InstanceLost(
                     f"its answer to sample {progress.sample_id} has passed the {limit} tokens that were asked for"
                 )
@@ -232,8 +231,7 @@ class Work:
 
     def _check_length(self, generation: Generation) -> None:
         """An answer that nobody asked for would break the trainer's shapes: whoever sends one is not trusted."""
-        sampling = self._open[generation.sample_id].job.sampling
-        length, limit = len(generation.token_ids), sampling.forced_length or sampling.max_new_tokens
+        length, limit = len(generation.token_ids), self._open[generation.sample_id].job.sampling.longest
         if not 1 <= length <= limit:
             raise InstanceLost(
                 f"its answer to sample {generation.sample_id} has {length} tokens; 1 to {limit} were asked for"

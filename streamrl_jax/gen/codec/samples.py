@@ -134,10 +134,10 @@ def assignment_from_proto(message: pb.Assign) -> Assignment:
         raise ValueError("assign.prompt_ids is empty")
     sampling = sampling_from_proto(message.sampling)
     resumed = _resumed(message)
-    if resumed is not None and len(resumed.token_ids) >= (sampling.forced_length or sampling.max_new_tokens):
+    if resumed is not None and len(resumed.token_ids) >= sampling.longest:
         raise ValueError(
             f"assign.resumed_ids holds {len(resumed.token_ids)} tokens, which leaves none of the answer's "
-            f"{sampling.forced_length or sampling.max_new_tokens}"
+            f"{sampling.longest}"
         )
     return Assignment(
         sample_id=wire.name("assign.sample_id", message.sample_id),
