@@ -417,6 +417,11 @@ class Config(Section):
             raise ValueError(
                 "bridge.in_flight = true needs trainer.max_staleness = 1: in sync mode nothing is in flight"
             )
+        if self.trainer.max_staleness and not self.agreement.probe_prompts:
+            raise ValueError(
+                "agreement.probe_prompts = 0 with trainer.max_staleness = 1: the consumed tokens are of an older "
+                "version than the trainer's, and agreement would not be measured; ask for 1 or more"
+            )
         if not self.gen.instances and not self.gen.endpoints:
             raise ValueError("gen.instances = 0 and gen.endpoints is empty: nothing would generate")
         if self.gen.max_model_len and self.gen.max_model_len < self.longest_sample:

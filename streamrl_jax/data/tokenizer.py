@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 import tokenizers
-from jaxtyping import Bool
 
 from streamrl_jax.data.chat_template import ChatTemplate, Message, read_chat_template
 from streamrl_jax.errors import UserError
@@ -136,12 +135,6 @@ class Tokenizer:
         return self.backend.decode(
             [int(token) for token in token_ids], skip_special_tokens=skip_special_tokens
         )
-
-    def known_ids(self) -> Bool[np.ndarray, " model_vocab"]:
-        """Says which rows of the model's output have a token; the others must never be sampled (padded vocabulary)."""
-        known = np.zeros(self.model_vocab_size, bool)
-        known[list(self.backend.get_vocab(with_added_tokens=True).values())] = True
-        return known
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is None or ids[:1] == [self.bos_id]:

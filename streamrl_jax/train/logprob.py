@@ -16,9 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.train.mesh import batch_shards, named_sharding
 
-# exp() of it is exactly 0, and 0 times it is 0, not NaN as with an infinity.
-_IMPOSSIBLE = -1e30
-
 
 def predicted(segment_ids: Int[Array, "rows len"]) -> Bool[Array, "rows len"]:
     """True at the tokens that a state of their own segment precedes."""
@@ -49,10 +46,11 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int,
-    vocab_limit: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
     """log softmax(logits_{t-1} / temperature)[token_t] and the entropy of that distribution.
+
+    Every row of the head has its probability, also one that pads the vocabulary: the generator samples from them all.
 
     The logits of all tokens never exist at once: the rows are worked off in slices of columns, and the
     backward pass computes each slice's logits again. The result does not depend on `chunk` or `mesh`.
@@ -64,8 +62,6 @@ def token_logprobs(
         segment_ids: Which packed sequence a token belongs to, 0 for padding.
         temperature: What the logits are divided by, as when the tokens were sampled; above 0.
         chunk: About how many tokens of a data-parallel rank have logits at the same time; 0 for all of them.
-        vocab_limit: Ids from this one on (the padding of the vocabulary) have probability 0; None if all are
-            real.
         mesh: The mesh that rows and head are split over; None for a single device.
 
     Returns:
@@ -79,7 +75,7 @@ def token_logprobs(
     weight = _one_for_each_rank(head_weight.astype(hidden.dtype), ranks, mesh)
 
     def score(states: Array, targets: Array, weight: Array) -> tuple[Array, Array]:
-        return _score(states, targets, weight, temperature, vocab_limit)
+        return _score(states, targets, weight, temperature)
 
     targets = tokens.reshape(ranks, rows // ranks, length)
     if columns == length:
@@ -111,12 +107,9 @@ def _score(
     targets: Int[Array, "ranks rows columns"],
     weight: Float[Array, "ranks vocab embed"],
     temperature: float,
-    vocab_limit: int | None,
 ) -> tuple[Float[Array, "ranks rows columns"], Float[Array, "ranks rows columns"]]:
     logits = jnp.einsum("nrce,nve->nrcv", states, weight, preferred_element_type=jnp.float32) / temperature
     ids = jnp.arange(weight.shape[1])
-    if vocab_limit is not None:
-        logits = jnp.where(ids < vocab_limit, logits, _IMPOSSIBLE)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum instead of a gather: it stays local when the vocabulary is split over devices.
     chosen = jnp.sum(jnp.where(ids == targets[..., None], logits, 0.0), axis=-1)

@@ -54,7 +54,6 @@ class SupervisedTrainer:
         params: Params,
         *,
         longest: int,
-        vocab_limit: int | None = None,
     ) -> None:
         """Starts from parameters.
 
@@ -64,13 +63,11 @@ class SupervisedTrainer:
             cfg: `sft`, `model` and `actor.ppo_max_token_len_per_gpu` are read.
             params: Where it starts; donated by the first update.
             longest: Tokens of the longest prompt with its answer.
-            vocab_limit: Number of real token ids, if the vocabulary is padded.
         """
         compute = Compute(cfg.model.compute_dtype, cfg.model.remat, cfg.model.attention_block)
         self._model = Model(arch, mesh, "lm", compute)
         self._mesh = mesh
         self._chunk = cfg.model.logprob_chunk
-        self._vocab_limit = vocab_limit
         self._optimizer = make_optimizer(
             cfg.sft.optim, grad_clip=cfg.sft.grad_clip, total_steps=cfg.sft.steps
         )
@@ -144,7 +141,6 @@ class SupervisedTrainer:
                 rows,
                 temperature=1.0,
                 chunk=self._chunk,
-                vocab_limit=self._vocab_limit,
             )
             return masked_sum(-logp, rows.response_mask)
 
@@ -162,13 +158,10 @@ class SupervisedTrainer:
     def _hits_body(self, params: Params, rows: DeviceRows) -> Bool[Array, "rows len"]:
         hidden = self._model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)
         head = self._model.head_weight(params).astype(hidden.dtype)
-        ids = jnp.arange(head.shape[0])
 
         def column(state_and_token: tuple[Float[Array, "rows embed"], Int[Array, " rows"]]) -> Array:
             state, token = state_and_token
             logits = jnp.einsum("re,ve->rv", state, head, preferred_element_type=jnp.float32)
-            if self._vocab_limit is not None:
-                logits = jnp.where(ids < self._vocab_limit, logits, -jnp.inf)
             return jnp.argmax(logits, axis=-1) == token
 
         # Column by column: the logits of a whole row would be len x vocab.

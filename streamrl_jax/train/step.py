@@ -63,7 +63,6 @@ class Steps:
         cfg: Config,
         *,
         policy_loss: PolicyLoss = clipped_policy_loss,
-        vocab_limit: int | None = None,
     ) -> None:
         """Describes the programs; they compile at their first call (`warm_up`).
 
@@ -72,7 +71,6 @@ class Steps:
             mesh: From `make_mesh`.
             cfg: The run's configuration.
             policy_loss: The loss of the policy.
-            vocab_limit: Number of real token ids, if the checkpoint's vocabulary is padded.
         """
         self.cfg = cfg
         self.mesh = mesh
@@ -88,7 +86,7 @@ class Steps:
         self._critic_optimizer = make_optimizer(
             cfg.critic.optim, grad_clip=cfg.critic.grad_clip, total_steps=iterations * updates
         )
-        self._objective = Objective(self.actor, self.critic, cfg, policy_loss, vocab_limit)
+        self._objective = Objective(self.actor, self.critic, cfg, policy_loss)
         self._abstract = abstract_state(
             abstract_network(self.actor, self._actor_optimizer),
             abstract_network(self.critic, self._critic_optimizer) if self.critic else None,

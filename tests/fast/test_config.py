@@ -84,6 +84,7 @@ def test_a_key_that_nothing_reads_is_found() -> None:
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9"),
         ({"actor": {"ppo_mini_batch_size": 5}}, "actor.ppo_mini_batch_size = 5"),
         ({"bridge": {"in_flight": True}}, "bridge.in_flight"),
+        ({"trainer": {"max_staleness": 1}, "agreement": {"probe_prompts": 0}}, "agreement.probe_prompts = 0"),
         ({"gen": {"max_model_len": 100}}, "gen.max_model_len = 100"),
     ],
 )

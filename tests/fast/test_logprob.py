@@ -27,14 +27,14 @@ def batch(seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def by_loop(
-    hidden: np.ndarray, weight: np.ndarray, tokens: np.ndarray, temperature: float, vocab: int = VOCAB
+    hidden: np.ndarray, weight: np.ndarray, tokens: np.ndarray, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
     logp, entropy = np.zeros(tokens.shape), np.zeros(tokens.shape)
     for row in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):
             if SEGMENTS[row, t] == 0 or SEGMENTS[row, t] != SEGMENTS[row, t - 1]:
                 continue
-            logits = weight[:vocab].astype(np.float64) @ hidden[row, t - 1] / temperature
+            logits = weight.astype(np.float64) @ hidden[row, t - 1] / temperature
             p = np.exp(logits - logits.max())
             p /= p.sum()
             logp[row, t] = np.log(p[tokens[row, t]])
@@ -69,24 +69,6 @@ def test_gradients_do_not_depend_on_the_chunks() -> None:
     read = np.roll(np.asarray(predicted(SEGMENTS)), -1, axis=1)
     assert not np.any(np.asarray(whole[0])[~read])
     assert np.all(np.any(np.asarray(whole[0])[read], axis=-1))
-
-
-def test_padded_vocabulary_has_no_probability() -> None:
-    hidden, weight, tokens = batch()
-    tokens = tokens % 10
-    settings: dict[str, Any] = {"temperature": 0.6, "chunk": 6, "vocab_limit": 10}
-    logp, entropy = token_logprobs(hidden, weight, tokens, SEGMENTS, **settings)
-    expected_logp, expected_entropy = by_loop(hidden, weight, tokens, 0.6, vocab=10)
-    np.testing.assert_allclose(logp, expected_logp, atol=1e-5)
-    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
-
-    def loss(weight: Any) -> Any:
-        logp, entropy = token_logprobs(hidden, weight, tokens, SEGMENTS, **settings)
-        return jnp.sum(logp) + jnp.sum(entropy)
-
-    gradient = np.asarray(jax.jit(jax.grad(loss))(weight))
-    assert np.all(np.isfinite(gradient)) and not np.any(gradient[10:])
-    assert np.all(np.any(gradient[:10], axis=1))
 
 
 def test_the_results_memory_does_not_grow_with_the_number_of_tokens() -> None:
