@@ -34,10 +34,10 @@ exec {python} "$@"
 """
 
 _FUNCTIONS = '''
-import os, time
+import os, threading, time
 from streamrl_jax.train.loss import clipped_policy_loss
 
-sent = []
+sent, one_at_a_time = [], threading.Lock()
 
 
 def digits(prompt, text, generation, delay_s=0.0):
@@ -48,9 +48,10 @@ def digits(prompt, text, generation, delay_s=0.0):
 
 def signalling(prompt, text, generation, at, number, times=1):
     """Signals the run at the first samples of a job."""
-    if generation.sample_id.startswith(at) and sent.count((at, number)) < times:
-        sent.append((at, number))
-        os.kill(os.getpid(), number)
+    with one_at_a_time:
+        if generation.sample_id.startswith(at) and sent.count((at, number)) < times:
+            sent.append((at, number))
+            os.kill(os.getpid(), number)
     return digits(prompt, text, generation)
 
 

@@ -191,9 +191,11 @@ def test_a_signal_ends_a_run_whose_instances_do_not_come_up(world: Path) -> None
 
 
 def test_ctrl_c_leaves_nothing(world: Path) -> None:
-    reward = signalled_at(world, "train/1/", signal.SIGINT)
+    reward = signalled_at(world, "train/2/", signal.SIGINT)
     config = write_config(world, run={"name": "interrupted"}, reward=reward)
     assert main(["train", str(config)]) == 130
     run = world / "runs" / "interrupted"
-    assert [line.step for line in training_lines(run)] == [1]
+    assert [line.step for line in training_lines(run)] in ([1], [1, 2]), (
+        "the second one was just being recorded, or was"
+    )
     assert left_behind(run) == []
