@@ -21,10 +21,14 @@ class StopSignal:
     Call order: `listening()` around the run, `interruptible()` around each wait. A signal that arrives elsewhere is
     kept, and raised at the next `interruptible()`. Only the first one interrupts: a scheduler that warns first and then
     insists does not tear the checkpoint that the warning brought about.
+
+    Ctrl-C is raised at once, anywhere, and again at the next wait: in a destructor or in a weak reference's callback
+    Python only prints an exception and goes on.
     """
 
     def __init__(self) -> None:
         self._caught: str | None = None
+        self._interrupted = False
         self._open = False
 
     @contextmanager
@@ -37,6 +41,8 @@ class StopSignal:
             yield self
             return
         earlier = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            earlier[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield self
         finally:
@@ -55,7 +61,9 @@ class StopSignal:
             self._open = False
 
     def check(self) -> None:
-        """Raises `StopRequested` if a signal has come."""
+        """Raises `StopRequested` if a signal has come, `KeyboardInterrupt` after Ctrl-C."""
+        if self._interrupted:
+            raise KeyboardInterrupt
         if self._caught is not None:
             raise StopRequested(self._caught)
 
@@ -64,3 +72,7 @@ class StopSignal:
         if self._open:
             self._open = False
             raise StopRequested(self._caught)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt

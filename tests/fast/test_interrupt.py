@@ -70,6 +70,21 @@ def test_a_second_signal_does_not_interrupt_what_the_first_brought_about() -> No
             stop.check()
 
 
+def test_a_ctrl_c_that_python_drops_is_raised_at_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dropping:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # the handler runs here, and its exception goes no further
+
+    dropped: list[type[BaseException] | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    with StopSignal().listening() as stop:
+        Dropping()
+        assert dropped == [KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt), stop.interruptible():
+            raise AssertionError("it was forgotten")
+
+
 def test_earlier_handlers_come_back() -> None:
     seen: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
