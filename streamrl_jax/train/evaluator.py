@@ -151,9 +151,11 @@ class Evaluator:
     def due_at_start(self, version: int) -> bool:
         """Whether the version that the run starts from is to be evaluated.
 
-        Version 0 is, if `val_before_train`; a later one where a signal ended the run before its evaluation.
+        Version 0 is, if `val_before_train` and evaluations are on at all; a later one where a signal ended the run
+        before its evaluation.
         """
-        wanted = self.due(version) if version else self._cfg.trainer.val_before_train
+        trainer = self._cfg.trainer
+        wanted = self.due(version) if version else trainer.val_before_train and trainer.test_freq > 0
         return wanted and not self._evaluated
 
     def evaluate(self, version: int) -> Evaluation | None:

@@ -125,6 +125,8 @@ def test_the_version_that_a_run_starts_from(
     settings = {"test_freq": 4, "total_training_steps": 9, "val_before_train": before_train}
     found, _, _ = evaluator(settings, evaluated=evaluated)
     assert found.due_at_start(version) is due
+    never, _, _ = evaluator(settings | {"test_freq": 0}, evaluated=evaluated)
+    assert not never.due_at_start(version)
 
 
 def test_an_evaluation_asks_the_version_for_the_first_prompts() -> None:
