@@ -139,7 +139,21 @@ def until(happened: Callable[[], bool], what: str, within_s: float, every_s: flo
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended."""
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # between the two questions
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def called(processes: list[psutil.Process]) -> list[str]:
+    """Command lines of those that have not ended; vLLM's processes rename themselves."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found.append(f"{process.name()} {' '.join(process.cmdline())}")
+    return found
 
 
 def has_step(run_dir: Path, step: int) -> bool:

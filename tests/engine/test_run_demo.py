@@ -32,6 +32,7 @@ from streamrl_jax.types import InstanceState, Prompt, Sample, VersionRun
 from tests.engine.run_world import (
     CONFIGS,
     Command,
+    blobs,
     consumed,
     dispatched_ids,
     has_step,
@@ -283,10 +284,13 @@ def test_an_instance_started_by_hand_outlives_a_killed_run_and_serves_the_next(
         command.tell(signal.SIGKILL)
         command.wait(10)
     check_short_run(killed)
+    left = blobs(killed)
+    assert left, "no guard is there to tidy up after it; the next start does"
     whole, arguments = short_run(by_hand, tmp_path / "whole", seed=2, iterations=2)
     streamrl(*arguments, log=tmp_path / "whole.log", within_s=START_S)
     check_short_run(whole)
     assert sorted(consumed(whole)) == [0, 1]
+    assert not any(path.exists() for path in left)
     status = status_at(by_hand.address, "between us")
     assert status is not None and status.state is InstanceState.IDLE
     assert status_at(by_hand.address, "a guess") is None

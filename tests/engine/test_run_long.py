@@ -1,6 +1,6 @@
 """configs/demo_long.toml on two real instances: one is killed in mid-batch, then the main process itself.
 
-Two lives of two runs, and many questions to what they leave behind.
+Two runs, and many questions to what they leave behind.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.engine.run_world import (
     CONFIGS,
     alive,
     blobs,
+    called,
     consumed,
     dispatched_ids,
     has_step,
@@ -67,6 +68,27 @@ def members(groups: Sequence[int]) -> list[int]:
         except ProcessLookupError:
             continue
     return found
+
+
+# ------------------------------------------------------------------ ended while it starts
+
+
+def test_ctrl_c_while_the_engines_load_leaves_nothing(warm: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(
+        "train", CONFIG, f"model.path={warm}", "--run-dir", run_dir, log=tmp_path / "log"
+    ) as command:
+
+        def loading() -> bool:
+            return sum("EngineCore" in program for program in called(command.tree())) == 2
+
+        command.until(loading, "both engine cores are there", START_S)
+        started = command.tree()
+        os.killpg(command.pid, signal.SIGINT)  # as a terminal does
+        assert command.wait(60) == 130
+        assert alive(started) == []
+    assert "Traceback" not in command.output()
+    assert blobs(run_dir) == []
 
 
 # ------------------------------------------------------------------ synchronous, an instance is killed
@@ -187,6 +209,10 @@ def test_sigterm_writes_a_checkpoint_and_leaves_no_process(bereft: Bereft) -> No
 # ------------------------------------------------------------------ one step stale, the main process is killed
 
 LAST = 6
+RESTORED = 2  # the step whose checkpoint the resume finds
+PROMPTS = 8
+# The first life's updates wait for what runs. The second's do not, and its few slots make sure that something runs.
+CHANGES = ("bridge.in_flight=true", "gen.max_num_seqs=2", "gen.lookahead=1")
 
 
 @dataclass(frozen=True)
@@ -207,20 +233,22 @@ def forsaken(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Forsaken:
     run_dir = folder / "run"
     arguments = [
         *("train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.max_staleness=1"),
-        *("trainer.save_freq=2", f"trainer.total_training_steps={LAST}", "--run-dir", run_dir),
+        *(f"data.train_batch_size={PROMPTS}", f"trainer.save_freq={RESTORED}"),
+        *(f"trainer.total_training_steps={LAST}", "--run-dir", run_dir),
     ]
     with running(*arguments, log=folder / "log") as command:
         command.until(lambda: has_step(run_dir, 3), "the third step", START_S + 2 * STEP_S)
         command.until(lambda: at_work(run_dir, SURVIVOR), f"{SURVIVOR} is at work", STEP_S, every_s=0.02)
         processes = command.tree()
-        names = [" ".join(process.cmdline()) for process in processes]
+        names = called(processes)
         groups = [instance_of(run_dir, name)["pid"] for name in (VICTIM, SURVIVOR)]
         command.tell(signal.SIGKILL)
         command.wait(10)
         seconds = until(lambda: not alive(processes), "the end of all processes", 2 * GONE_WITHIN_S)
         left = members(groups)
     behind = blobs(run_dir)
-    output = streamrl("train", "--resume", run_dir, log=folder / "resumed", within_s=START_S + LAST * STEP_S)
+    resume = ("train", "--resume", run_dir, *CHANGES)
+    output = streamrl(*resume, log=folder / "resumed", within_s=START_S + LAST * STEP_S)
     return Forsaken(run_dir, names, seconds, left, behind, output)
 
 
@@ -246,29 +274,38 @@ def test_a_resumed_run_has_every_step_once_and_the_same_prompts(forsaken: Forsak
     found = consumed(run_dir)
     assert sorted(found) == list(range(LAST))
     for iteration, samples in found.items():
-        assert len(samples) == SAMPLES
+        assert len(samples) == PROMPTS * 8
         assert {sample.sample_id for sample in samples} == dispatched_ids(run_dir, iteration)
     assert (run_dir / "checkpoints" / f"step_{LAST}" / "commit_success.txt").exists()
 
 
 def test_what_was_trained_on_after_the_checkpoint_is_set_aside_and_done_again(forsaken: Forsaken) -> None:
     aside = sorted((forsaken.run_dir / "samples" / "superseded" / "1").glob("*.parquet"))
-    assert aside[0].name == "iteration_000002.parquet"  # the checkpoint of step 2 was the newest
-    # The weights are those of the checkpoint: version 2, and no older one is left anywhere.
-    assert {run.version for s in consumed(forsaken.run_dir)[2] for run in s.generation.versions} == {2}
+    assert aside[0].name == f"iteration_{RESTORED:06d}.parquet"  # what its checkpoint has not seen
+    # The weights are those of the checkpoint, and no older ones are left anywhere.
+    again = consumed(forsaken.run_dir)[RESTORED]
+    assert {run.version for sample in again for run in sample.generation.versions} == {RESTORED}
 
 
 def test_a_token_is_one_version_stale_at_most_and_some_are(forsaken: Forsaken) -> None:
     lags = set()
     for iteration, samples in consumed(forsaken.run_dir).items():
-        for sample in samples:
-            runs = sample.generation.versions
-            assert len(runs) == 1, "an update without in_flight waits for what runs"
-            assert runs[0].length == len(sample.generation.token_ids)
-            lags.add(iteration - runs[0].version)
+        for answer in (sample.generation for sample in samples):
+            lags |= {iteration - run.version for run in answer.versions}
+            assert sum(run.length for run in answer.versions) == len(answer.token_ids)
     assert lags == {0, 1}
     staleness = [metrics["training/staleness/max"] for metrics in trained(forsaken.run_dir).values()]
-    assert staleness[0] == 0 and max(staleness) == 1
+    assert staleness[0] == staleness[RESTORED] == 0 and max(staleness) == 1
+
+
+def test_an_update_waits_for_what_runs_unless_told_otherwise(forsaken: Forsaken) -> None:
+    pieces = {
+        iteration: {len(sample.generation.versions) for sample in samples}
+        for iteration, samples in consumed(forsaken.run_dir).items()
+    }
+    assert all(pieces[iteration] == {1} for iteration in range(RESTORED))
+    assert set().union(*pieces.values()) == {1, 2}
+    assert "resumed with changes" in forsaken.resumed_output
 
 
 def test_both_sides_agree_on_the_probe_after_each_push(forsaken: Forsaken) -> None:
