@@ -117,6 +117,30 @@ def test_each_step_of_the_demo_is_whole_and_agrees(demo: Demo) -> None:
         assert {sample.sample_id for sample in samples} == dispatched_ids(demo.run_dir, iteration)
 
 
+def test_grpo_one_step_stale_learns_it_as_well(demo: Demo, tmp_path: Path) -> None:
+    run_dir, last = tmp_path / "run", 30
+    settings = (
+        "trainer.max_staleness=1",
+        f"trainer.total_training_steps={last}",
+        f"trainer.test_freq={last}",
+    )
+    warm = f"model.path={demo.folder / 'warm_start'}"
+    config = CONFIGS / "demo_grpo.toml"
+    streamrl(
+        "train", config, warm, *settings, "--run-dir", run_dir, log=tmp_path / "log", within_s=2 * START_S
+    )
+    found = trained(run_dir)
+    accuracy = steps(run_dir)[last]["val/accuracy"]
+    print(f"\nheld-out accuracy {steps(run_dir)[0]['val/accuracy']:.3f} before, {accuracy:.3f} after {last}")
+    assert accuracy > 0.9
+    assert found[1]["training/staleness/max"] == 0
+    assert max(metrics["training/staleness/max"] for metrics in found.values()) == 1
+    assert max(metrics["training/probe_logprobs_diff_max"] for metrics in found.values()) < BOUND
+    for iteration, samples in consumed(run_dir).items():
+        assert len(samples) == 256
+        assert {sample.sample_id for sample in samples} == dispatched_ids(run_dir, iteration)
+
+
 # ------------------------------------------------------------------ the export
 
 
