@@ -20,6 +20,9 @@ from streamrl_jax.train.objective import Tally
 # In these the means of several updates are reported; of anything else (rates) the last.
 _AVERAGED = ("grad_norm",)
 
+# float32's, with room: returns are advantages plus values, so that equal ones differ by this share of the values.
+_ROUNDING = 1e-6
+
 
 def loss_metrics(tallies: Sequence[Tally], mode: AggregationMode, passes: Size) -> dict[str, float]:
     """Losses, entropy, KL, clip shares, and the spread of advantages, values and returns.
@@ -40,10 +43,16 @@ def loss_metrics(tallies: Sequence[Tally], mode: AggregationMode, passes: Size) 
             metrics[f"{name}/mean"] = float(spreads[name].mean)
             metrics[f"{name}/max"] = float(spreads[name].high)
             metrics[f"{name}/min"] = float(spreads[name].low)
-    if "critic/returns" in spreads and spreads["critic/returns"].variance > 0:
+    if "critic/returns" in spreads and _differ(spreads["critic/returns"], spreads["critic/values"]):
         unexplained = spreads["critic/value_errors"].variance / spreads["critic/returns"].variance
         metrics["critic/vf_explained_var"] = 1.0 - unexplained
     return dict(metrics)
+
+
+def _differ(returns: Moments, values: Moments) -> bool:
+    """Whether the returns differ by more than rounding; else there is no variance to explain."""
+    residue = _ROUNDING * max(abs(float(values.low)), abs(float(values.high)))
+    return returns.variance > residue**2
 
 
 def answer_metrics(answers: Sequence[Answer], reward_kl: float) -> dict[str, float]:
