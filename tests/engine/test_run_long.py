@@ -304,7 +304,9 @@ def test_an_update_waits_for_what_runs_unless_told_otherwise(forsaken: Forsaken)
         for iteration, samples in consumed(forsaken.run_dir).items()
     }
     assert all(pieces[iteration] == {1} for iteration in range(RESTORED))
-    assert set().union(*pieces.values()) == {1, 2}
+    # In flight, an answer meets an update at most once here, or never: that depends on which side is quicker. That its
+    # tokens then keep their versions is shown on one engine, where the moment is ours (test_engine_updates.py).
+    assert set().union(*pieces.values()) <= {1, 2}
     assert "resumed with changes" in forsaken.resumed_output
 
 
