@@ -32,6 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
 STREAMRL = (sys.executable, "-m", "streamrl_jax")
 TAIL_BYTES = 4000
+GRACE_S = 20.0
 
 
 class Command:
@@ -97,14 +98,19 @@ class Command:
             raise AssertionError(f"{error}:\n{self.output()[-TAIL_BYTES:]}") from None
 
     def end(self) -> None:
-        """Ends what is left of it, with everything that it started."""
-        if self._process.poll() is None:
-            processes = self.tree()
-            for process in processes:
+        """Ends it in good order, or else what is left of it, with everything that it started."""
+        if self._process.poll() is not None:
+            return
+        processes = self.tree()
+        self.tell(signal.SIGTERM)  # killed at once, vLLM would leave its shared memory behind
+        try:
+            until(lambda: not alive(processes), "a good end", GRACE_S)
+        except TimeoutError:
+            for process in alive(processes):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            self._process.wait(30)
-            until(lambda: not alive(processes), "the end of all processes", 30)
+        self._process.wait(30)
+        until(lambda: not alive(processes), "the end of all processes", 30)
 
 
 @contextlib.contextmanager
