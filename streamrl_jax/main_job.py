@@ -136,7 +136,7 @@ def train(
 
         keep = cfg.trainer.max_ckpt_to_keep
         checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
-        restore = _restore_point(home, checkpointer, resume)
+        restore = _restore_point(home, checkpointer, resume, stack)
         sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
         _write_down(cfg, home, inputs)
         trace = stack.enter_context(Trace(home.trace))
@@ -183,21 +183,25 @@ def _run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunRe
     return RunResult(home.path, version, tuple(parts.evaluator.results), ending)
 
 
-def _restore_point(home: RunDir, checkpointer: Checkpointer, resume: bool) -> Restore | None:
+def _restore_point(
+    home: RunDir, checkpointer: Checkpointer, resume: bool, stack: contextlib.ExitStack
+) -> Restore | None:
     """The checkpoint to start from; what the run recorded beyond it is set aside, since it is done again."""
     from streamrl_jax.train.assemble import Restore
+    from streamrl_jax.train.checkpoint import Checkpointer
 
     if resume:
         step = checkpointer.latest()
         checkpointer.set_aside(step or 0)
         supersede(home.samples, step or 0, home.fence.incarnation)
         if step is not None:
-            return Restore(home.checkpoints, step)
+            return Restore(checkpointer, step)
     if not home.forked_from:
         return None
     fork = parse_fork(home.forked_from)
     assert fork.step is not None  # it was pinned
-    return Restore(look(fork.run_dir).checkpoints, fork.step, forked=True)
+    source = stack.enter_context(Checkpointer(look(fork.run_dir).checkpoints, 1))
+    return Restore(source, fork.step, forked=True)
 
 
 @contextlib.contextmanager

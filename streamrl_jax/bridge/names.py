@@ -1,9 +1,8 @@
 """One table: trainer's parameter tree <-> Hugging Face checkpoint names; serves load, export and push alike.
 
-Pure: no JAX, and the transforms use only indexing, `reshape` and `.T`, so they work on NumPy arrays, memory
-    maps,
-`jax.Array`s and tracers alike. Invariant: for a given architecture each checkpoint name and each parameter
-(layer by layer) appears in exactly one entry.
+Pure: no JAX, and the transforms use only indexing, `reshape` and `.T`, so they work on NumPy arrays, memory maps,
+`jax.Array`s and tracers alike. Invariant: for a given architecture each checkpoint name and each parameter (layer by
+layer) appears in exactly one entry.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from streamrl_jax.errors import UserError
+from streamrl_jax.flops import Shape
 
 HEAD_NAME: Final = "lm_head.weight"
 EMBEDDING_NAME: Final = "model.embed_tokens.weight"
@@ -22,23 +22,9 @@ EMBEDDING_NAME: Final = "model.embed_tokens.weight"
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
 
 
-class Dimensions(Protocol):
+class Dimensions(Shape, Protocol):
     """The part of `streamrl_jax.train.models.Arch` that names and shapes depend on."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def embed(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def mlp(self) -> int: ...
     @property
     def qkv_bias(self) -> bool: ...
     @property

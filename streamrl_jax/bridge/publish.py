@@ -47,11 +47,6 @@ class PublishStats:
     total_s: float  # from the call to the sealed blob
     seconds: WriteSeconds  # of the writer thread
 
-    @property
-    def gb_per_s(self) -> float:
-        """Bytes over the whole time, in 1e9 bytes per second."""
-        return self.nbytes / self.total_s / 1e9
-
 
 @dataclass(frozen=True)
 class Published:

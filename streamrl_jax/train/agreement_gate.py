@@ -125,8 +125,7 @@ class AgreementGate:
         """What the probe measured in this iteration."""
         if self._probed is None:
             return {}
-        renamed = {
+        return {
             name.replace("training/rollout_", "training/probe_"): value
             for name, value in self._probed.metrics().items()
         }
-        return renamed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -45,12 +44,13 @@ class Restore:
     """A checkpoint to start from.
 
     Attributes:
-        checkpoints: Where it lies.
+        source: Open where it lies. It reads and compares every byte of a checkpoint once, so whoever chose the step
+            hands on the one that it chose with.
         step: Its number.
         forked: It is another run's, which may have been of another algorithm.
     """
 
-    checkpoints: Path
+    source: Checkpointer
     step: int
     forked: bool = False
 
@@ -147,13 +147,11 @@ def build_trainer(steps: Steps, inputs: Inputs, restore: Restore | None) -> tupl
     meta = None
     if restore is None:
         state = steps.init_state(load_params(inputs.model_dir, steps.actor), _critic_params(steps, inputs))
+    elif restore.forked:
+        meta = restore.source.read_meta(restore.step)
+        state = _forked_state(restore.source, restore.step, steps, inputs)
     else:
-        with Checkpointer(restore.checkpoints, 1) as source:
-            meta = source.read_meta(restore.step)
-            if restore.forked:
-                state = _forked_state(source, restore.step, steps, inputs)
-            else:
-                state, _ = source.restore(restore.step, steps.abstract_state())
+        state, meta = restore.source.restore(restore.step, steps.abstract_state())
     return Trainer(steps, state, reference, group_advantage=inputs.advantage), meta
 
 

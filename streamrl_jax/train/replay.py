@@ -21,6 +21,7 @@ from streamrl_jax.rundir import look
 from streamrl_jax.samples_log import read_samples
 from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, read_inputs
 from streamrl_jax.train.assemble import Restore, build_steps, build_trainer
+from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.trainer import IterationResult
 
 
@@ -42,9 +43,10 @@ def replay(
         UserError: An iteration or the checkpoint is not there, or does not fit the configuration.
     """
     first = iterations.start
-    restore = Restore(look(run_dir).checkpoints, first) if first else None
     inputs = read_inputs(cfg, functions)
-    trainer, _ = build_trainer(build_steps(cfg, inputs), inputs, restore)
+    with Checkpointer(look(run_dir).checkpoints, 1) as source:
+        restore = Restore(source, first) if first else None
+        trainer, _ = build_trainer(build_steps(cfg, inputs), inputs, restore)
     for iteration in iterations:
         trainer.begin_iteration(iteration)
         for sample in read_samples(run_dir, iteration):

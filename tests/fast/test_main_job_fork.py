@@ -48,7 +48,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def state_of(run: Path, step: int, *, forked: bool = False, overrides: tuple[str, ...] = ()) -> TrainState:
     cfg = load_config([run / "config.toml"], list(overrides))
     inputs = read_inputs(cfg)
-    trainer, _ = build_trainer(build_steps(cfg, inputs), inputs, Restore(run / "checkpoints", step, forked))
+    with Checkpointer(run / "checkpoints", 1) as source:
+        trainer, _ = build_trainer(build_steps(cfg, inputs), inputs, Restore(source, step, forked))
     return trainer.state
 
 
