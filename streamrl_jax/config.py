@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-Fraction = Field(ge=0.0, le=1.0)
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, no silent conversion between types."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from streamrl_jax.config_algorithm import (
+    ActorSection,
+    AlgorithmSection,
+    CriticSection,
+    OptimSection,
+    OverlongBufferSection,
+)
+from streamrl_jax.config_rules import GROUP_BASELINES, WHITENED, combination_faults
+from streamrl_jax.config_section import Section
 
 
 class RunSection(Section):
@@ -92,6 +92,9 @@ class RolloutSection(Section):
     """Only 0.0 in training."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Extra stop ids beside the EOS ids of the checkpoint's generation config."""
+    mask_padded_vocab: bool = True
+    """Ids that pad the checkpoint's vocabulary beyond the tokenizer's are never sampled, and the trainer leaves them
+    out of its distribution too."""
 
     @model_validator(mode="after")
     def _density_untouched(self) -> RolloutSection:
@@ -147,100 +150,6 @@ class GenSection(Section):
     """Address that instances bind; anything but loopback needs ``security.insecure`` and a token."""
 
 
-class OptimSection(Section):
-    """AdamW with linear warm-up."""
-
-    lr: float = Field(default=1e-6, gt=0.0)
-    """Peak learning rate."""
-    betas: list[float] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
-    """Decay of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0.0)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled; not applied to norms and biases."""
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
-    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
-    """What follows the warm-up."""
-    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Final share of the peak rate, at the last step of the run."""
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_decay(cls, betas: list[float]) -> list[float]:
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError("each of the two must be from 0 to below 1: at 1 a moment would never move")
-        return betas
-
-
-class ActorSection(Section):
-    """The policy's update."""
-
-    ppo_mini_batch_size: int = Field(default=0, ge=0)
-    """Prompts per optimizer step; 0: ``data.train_batch_size``, one step an iteration, which streams."""
-    ppo_epochs: int = Field(default=1, ge=1)
-    """Passes over an iteration's samples; more than one waits for the whole batch."""
-    ppo_max_token_len_per_gpu: int = Field(default=16384, ge=16)
-    """Token budget of a micro-batch per data-parallel rank."""
-    clip_ratio_low: float = Field(default=0.2, gt=0.0)
-    """Lower clip of the ratio: 1 - this."""
-    clip_ratio_high: float = Field(default=0.2, gt=0.0)
-    """Upper clip of the ratio: 1 + this."""
-    clip_ratio_c: float = Field(default=3.0, gt=1.0)
-    """Dual clip: with a negative advantage the loss of a token is at most this times the advantage's size."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
-    """Aggregation over the tokens of the global (mini-)batch, never per micro-batch."""
-    entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
-    use_kl_loss: bool = False
-    """Adds ``kl_loss_coef`` times the KL to the reference to the loss."""
-    kl_loss_coef: float = Field(default=0.001, ge=0.0)
-    """Weight of that KL."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
-    """Its estimator (Schulman's names). The gradient of ``k1`` averages to zero: it would hold nothing back."""
-    grad_clip: float = Field(default=1.0, gt=0.0)
-    """Global norm."""
-    optim: OptimSection = OptimSection()
-
-
-class CriticSection(Section):
-    """The value model's update; used with ``algorithm.adv_estimator = "gae"``."""
-
-    cliprange_value: float = Field(default=0.5, gt=0.0)
-    """Clip of the value around its old estimate."""
-    grad_clip: float = Field(default=1.0, gt=0.0)
-    """Global norm."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Iterations in which only the critic learns."""
-    optim: OptimSection = OptimSection(lr=1e-5)
-
-
-class AlgorithmSection(Section):
-    """Advantages and the reward's KL."""
-
-    adv_estimator: Literal["gae", "grpo"] = "gae"
-    """``gae``: PPO with a critic; ``grpo``: the group's mean as baseline."""
-    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per token."""
-    lam: float = Field(default=1.0, ge=0.0, le=1.0)
-    """GAE's lambda."""
-    whiten_advantages: Literal["running", "batch", "none"] = "running"
-    """GAE only. ``running``: statistics of earlier iterations, known beforehand, so that the stream does not stop
-    (the first iteration waits for its batch); ``batch``: this iteration's own, waits for the last sample."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divides by the group's standard deviation."""
-    use_kl_in_reward: bool = False
-    """Subtracts ``kl_coef`` times the per-token KL to the reference from the reward."""
-    kl_coef: float = Field(default=0.001, ge=0.0)
-    """Weight of that KL."""
-    kl_penalty: Literal["k1", "k2", "k3"] = "k1"
-    """Its estimator."""
-    loss_fn: str = ""
-    """A policy loss of one's own, as ``file.py:function``."""
-    advantage_fn: str = ""
-    """A group advantage of one's own, as ``file.py:function``; with ``grpo``."""
-
-
 class RewardSection(Section):
     """The reward function."""
 
@@ -251,6 +160,7 @@ class RewardSection(Section):
     """Further keyword arguments."""
     timeout_s: float = Field(default=30.0, gt=0.0)
     """Bound on one call."""
+    overlong_buffer: OverlongBufferSection = OverlongBufferSection()
 
 
 class MeshSection(Section):
@@ -269,9 +179,13 @@ class TrainerSection(Section):
 
     total_training_steps: int = Field(default=100, ge=1)
     """Iterations."""
-    max_staleness: int = Field(default=0, ge=0, le=1)
+    max_staleness: int = Field(default=0, ge=0, le=64)
     """Versions that a token may lag behind the trainer when it is consumed. 0: synchronous, with gradients accumulated
-    while samples arrive; 1: the next iteration is generated while this one is trained on."""
+    while samples arrive; 1: the next iteration is generated while this one is trained on; above: so many iterations may
+    be generated ahead."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A reward, loss or gradient that is not finite refuses the iteration's update, and the samples that caused it are
+    named. Then the run stops, or goes on with the weights as they were."""
     mesh: MeshSection = MeshSection()
     devices: str = ""
     """GPU ids of the trainer on this node (``"0,1,2,3"``); empty: all, or what the instances leave."""
@@ -289,7 +203,7 @@ class TrainerSection(Section):
     """Evaluates every so many iterations on ``data.test``; 0: never."""
     val_before_train: bool = True
     """Evaluates version 0 too."""
-    logger: list[Literal["console", "tensorboard"]] = ["console"]
+    logger: list[Literal["console", "tensorboard"]] = Field(default=["console"])
     """``metrics.jsonl`` is always written."""
     compilation_cache: str = "auto"
     """Directory of JAX's compilation cache; ``auto``: in the user's cache; ``off``."""
@@ -392,43 +306,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
-        mini = self.actor.ppo_mini_batch_size
-        if mini and self.data.train_batch_size % mini:
-            raise ValueError(
-                f"actor.ppo_mini_batch_size = {mini} does not divide data.train_batch_size = "
-                f"{self.data.train_batch_size} (both count prompts)"
-            )
-        if self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2:
-            raise ValueError(
-                f"algorithm.adv_estimator = 'grpo' with rollout.n = {self.rollout.n}: a group of one has no baseline; "
-                "set rollout.n to 2 or more"
-            )
-        if self.algorithm.adv_estimator == "grpo" and self.algorithm.use_kl_in_reward:
-            raise ValueError(
-                "algorithm.use_kl_in_reward = true with algorithm.adv_estimator = 'grpo': a group's "
-                "advantage comes from its scores alone; put the KL in the loss with actor.use_kl_loss"
-            )
-        if self.algorithm.advantage_fn and self.uses_critic:
-            raise ValueError(
-                f"algorithm.advantage_fn = {self.algorithm.advantage_fn!r} with algorithm.adv_estimator = 'gae': the "
-                "critic gives the advantages, and the function would not be called; set adv_estimator to 'grpo'"
-            )
-        if self.bridge.in_flight and self.trainer.max_staleness == 0:
-            raise ValueError(
-                "bridge.in_flight = true needs trainer.max_staleness = 1: in sync mode nothing is in flight"
-            )
-        if self.trainer.max_staleness and not self.agreement.probe_prompts:
-            raise ValueError(
-                "agreement.probe_prompts = 0 with trainer.max_staleness = 1: the consumed tokens are of an older "
-                "version than the trainer's, and agreement would not be measured; ask for 1 or more"
-            )
-        if not self.gen.instances and not self.gen.endpoints:
-            raise ValueError("gen.instances = 0 and gen.endpoints is empty: nothing would generate")
-        if self.gen.max_model_len and self.gen.max_model_len < self.longest_sample:
-            raise ValueError(
-                f"gen.max_model_len = {self.gen.max_model_len} is under data.max_prompt_length + "
-                f"data.max_response_length = {self.longest_sample}"
-            )
+        if faults := list(combination_faults(self)):
+            raise ValueError("; ".join(faults))
         return self
 
     @property
@@ -447,6 +326,23 @@ class Config(Section):
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def uses_groups(self) -> bool:
+        """Whether an advantage needs the scores of the other answers to its prompt."""
+        return self.algorithm.adv_estimator in GROUP_BASELINES
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened over the batch."""
+        return self.algorithm.whiten_advantages != "none" and self.algorithm.adv_estimator in WHITENED
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether pi_start's log-probs need a forward pass of their own: they are read, and updates are several."""
+        correction = self.algorithm.rollout_correction
+        reads = not correction.bypass_mode or correction.rollout_rs != "none"
+        return reads and not (self.mini_batches == 1 and self.actor.ppo_epochs == 1)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the frozen reference is held in memory."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
@@ -463,5 +359,5 @@ class Config(Section):
         return (
             self.mini_batches == 1
             and self.actor.ppo_epochs == 1
-            and not (self.uses_critic and self.algorithm.whiten_advantages == "batch")
+            and not (self.whitens and self.algorithm.whiten_advantages == "batch")
         )
