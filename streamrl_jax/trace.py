@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,8 @@ class Trace:
         track = self._track(answer.instance)
         ended = sample.arrived_s
         decoding = ended - timings.decode_s - timings.prefill_s
-        details = {"tokens": len(answer.token_ids), "attempt": answer.attempt, "reward": sample.reward}
+        reward = sample.reward if math.isfinite(sample.reward) else str(sample.reward)  # JSON has no NaN
+        details = {"tokens": len(answer.token_ids), "attempt": answer.attempt, "reward": reward}
         for name, begun, until in (
             ("queued", decoding - timings.queued_s, decoding),
             ("generate", decoding, ended),
@@ -102,7 +104,7 @@ class Trace:
 
     def _write(self, phase: str, track: int, name: str, at_s: float, **fields: Any) -> None:
         event = {"ph": phase, "pid": track, "tid": 0, "name": name, "ts": round(at_s * 1e6), **fields}
-        self._stream.write(json.dumps(event) + ",\n")
+        self._stream.write(json.dumps(event, allow_nan=False) + ",\n")
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

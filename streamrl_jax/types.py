@@ -185,7 +185,7 @@ class Sample:
     prompt: Prompt
     group_index: int  # 0 .. rollout.n - 1
     generation: Generation
-    reward: float
+    reward: float  # the score as it was returned, NaN and infinities included
     reward_extras: Mapping[str, float] = field(default_factory=dict)
     arrived_s: float = 0.0  # controller's monotonic clock
     rewarded_s: float = 0.0

@@ -28,7 +28,7 @@ class InstanceLost(Exception):
 
 
 class RewardError(UserError):
-    """The user's reward function raised, returned no finite number, or did not return in time.
+    """The user's reward function raised, returned no number, or did not return in time.
 
     Args:
         message: one paragraph that names sample, prompt and answer.

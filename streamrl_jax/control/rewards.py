@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamrl_jax.control.faults import RewardError
 from streamrl_jax.errors import UserError
@@ -74,10 +73,10 @@ class RewardWorkers:
             generation: the answer.
 
         Returns:
-            The function's result.
+            The function's result. Its score may be NaN or infinite: what that means is the trainer's to say.
 
         Raises:
-            RewardError: the function raised, or its score is no finite number.
+            RewardError: the function raised, or its score is no number.
         """
         loop = asyncio.get_running_loop()
         call = _Call(prompt, generation, loop.create_future(), loop)
@@ -122,7 +121,7 @@ class RewardWorkers:
         try:
             text = self._decode(call.generation.token_ids)
             result = self._function(call.prompt, text, call.generation)
-            score = float(result.score)
+            return replace(result, score=float(result.score))
         except UserError as error:  # what it returned is no reward; says so itself
             return RewardError(f"{error}: {_name(call)}, answer {_excerpt(text)}")
         except BaseException as error:  # whatever the user's code raises reaches the trainer's thread
@@ -131,12 +130,6 @@ class RewardWorkers:
                 f"answer {_excerpt(text)}",
                 error,
             )
-        if not math.isfinite(score):
-            return RewardError(
-                f"the reward function returned {score} for {_name(call)}, answer {_excerpt(text)}; "
-                "a reward must be a finite number"
-            )
-        return result
 
 
 def _settle(done: asyncio.Future[RewardResult], outcome: RewardResult | BaseException) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -28,7 +27,7 @@ class RewardResult:
     """A reward.
 
     Attributes:
-        score: What the answer is worth; finite.
+        score: What the answer is worth. NaN or infinite: the trainer refuses the update, and names the sample.
         extras: Further figures, by name.
     """
 
@@ -234,24 +233,22 @@ def _finishing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _result(returned: Any, where: str) -> RewardResult:
     if isinstance(returned, RewardResult):
-        return RewardResult(_number(returned.score, where), returned.extras)
+        return RewardResult(_number(returned.score, where), _numbers(returned.extras))
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise UserError(f"{where} returned a dict without 'score': it has {sorted(map(str, returned))}")
-        extras = {
-            str(key): float(value)
-            for key, value in returned.items()
-            if key != "score" and isinstance(value, Real)
-        }
-        return RewardResult(_number(returned["score"], where), extras)
+        further = {key: value for key, value in returned.items() if key != "score"}
+        return RewardResult(_number(returned["score"], where), _numbers(further))
     return RewardResult(_number(returned, where))
+
+
+def _numbers(further: Mapping[Any, Any]) -> dict[str, float]:
+    return {str(key): float(value) for key, value in further.items() if isinstance(value, Real)}
 
 
 def _number(value: Any, where: str) -> float:
     # NumPy's booleans and zero-dimensional arrays (also torch's and JAX's) are no Real, but hold one number.
     plain = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
-    if not isinstance(plain, Real) or not math.isfinite(plain):
-        raise UserError(
-            f"{where} returned {value!r} ({type(value).__name__}) as a score; a finite number is needed"
-        )
+    if not isinstance(plain, Real):
+        raise UserError(f"{where} returned {value!r} ({type(value).__name__}) as a score; a number is needed")
     return float(plain)

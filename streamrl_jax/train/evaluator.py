@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.train.rollouts import arriving
 from streamrl_jax.types import Prompt, Sample, Sampling
 
+log = logging.getLogger(__name__)
+
 EVALUATION_PRIORITY = -(2**30)
 """Before training: the loop waits for it."""
+
+_NAMED: Final = 5  # samples that a message names
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Evaluation:
 
     Attributes:
         version: Of the weights.
-        accuracy: Mean score.
+        accuracy: Mean score; NaN where a score was not finite and the run goes on all the same.
         pass_at_k: Chance that the best of k answers scores 1, for each k up to eval.n that is a power of two.
         length: Mean tokens of an answer.
         count: Answers.
@@ -95,7 +101,8 @@ def summarise(version: int, samples: Sequence[Sample], n: int, seconds: float) -
         for k in powers
     }
     lengths = [len(sample.generation.token_ids) for sample in samples]
-    mean = sum(sample.reward for sample in samples) / len(samples)
+    scores = [sample.reward for sample in samples]
+    mean = sum(scores) / len(scores) if all(map(math.isfinite, scores)) else math.nan
     return Evaluation(version, mean, passes, sum(lengths) / len(lengths), len(samples), seconds)
 
 
@@ -166,6 +173,7 @@ class Evaluator:
 
         Raises:
             StopRequested: A signal came; nothing is kept.
+            UserError: A score is not finite, and ``trainer.on_non_finite`` does not say to go on.
         """
         if not self._prompts:
             return None
@@ -184,7 +192,21 @@ class Evaluator:
         self._controller.submit(job)
         bound = self._cfg.trainer.sample_timeout_s
         samples = list(arriving(self._controller, job.job_id, bound, self._stop))
+        self._check_scores(version, samples)
         result = summarise(version, samples, self._cfg.eval.n, time.monotonic() - begun)
         self.results.append(result)
         self._observer.evaluation(result)
         return result
+
+    def _check_scores(self, version: int, samples: Sequence[Sample]) -> None:
+        faulty = [f"{s.sample_id} ({s.reward})" for s in samples if not math.isfinite(s.reward)]
+        if not faulty:
+            return
+        shown = ", ".join(faulty[:_NAMED]) + (", …" if len(faulty) > _NAMED else "")
+        text = (
+            f"the evaluation of version {version} has no accuracy: {len(faulty)} of {len(samples)} scores are not "
+            f"finite: {shown}. Mend the reward function"
+        )
+        if self._cfg.trainer.on_non_finite == "stop":
+            raise UserError(f"{text}, or set trainer.on_non_finite = 'skip' to go on without")
+        log.warning(text)

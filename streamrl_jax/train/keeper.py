@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from blake3 import blake3
 
 from streamrl_jax.config import Config
@@ -62,7 +64,8 @@ class Keeper:
     def save(self, version: int) -> None:
         """Begins to write a checkpoint of the trainer's present state."""
         newest = self._evaluator.results[-1] if self._evaluator.results else None
-        metrics = {BEST_METRIC: newest.accuracy} if newest and newest.version == version else None
+        known = newest is not None and newest.version == version and math.isfinite(newest.accuracy)
+        metrics = {BEST_METRIC: newest.accuracy} if newest and known else None
         self._checkpointer.save(version, self._trainer.state, self._meta(version), metrics)
         self._saved = version
 

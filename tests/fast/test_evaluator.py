@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from streamrl_jax.config import Config
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.train.evaluator import Evaluation, Evaluator, evaluation_sampling, pass_at_k, summarise
 from streamrl_jax.types import FinishReason, Generation, Prompt, Sample, Sampling, VersionRun
@@ -76,6 +79,14 @@ class Controller:
             yield from (sample(int(prompt.prompt_id), index, 1.0) for index in range(job.n))
 
 
+class Faulty(Controller):
+    """Its second score is no number."""
+
+    def samples(self, job_id: str, timeout_s: float) -> Iterator[Sample]:
+        for place, found in enumerate(super().samples(job_id, timeout_s)):
+            yield replace(found, reward=math.nan) if place == 1 else found
+
+
 class Observer:
     def __init__(self) -> None:
         self.seen: list[object] = []
@@ -88,11 +99,16 @@ class Observer:
 
 
 def evaluator(
-    trainer: dict[str, Any], *, prompts: int = 3, evaluated: bool = False, **evaluation: Any
+    trainer: dict[str, Any],
+    *,
+    prompts: int = 3,
+    evaluated: bool = False,
+    controller: Controller | None = None,
+    **evaluation: Any,
 ) -> tuple[Evaluator, Controller, Observer]:
     cfg = Config.model_validate({"trainer": trainer, "eval": evaluation})
     held_out = [Prompt(str(row), np.ones(2, np.int32), {}) for row in range(prompts)]
-    controller, observer = Controller(), Observer()
+    controller, observer = controller or Controller(), Observer()
     sampling, stop = evaluation_sampling(cfg, (1,)), StopSignal()
     door: Any = controller
     return Evaluator(cfg, door, held_out, sampling, observer, stop, evaluated), controller, observer
@@ -140,3 +156,20 @@ def test_an_evaluation_asks_the_version_for_the_first_prompts() -> None:
     assert observer.seen == [5, result]
     nothing, idle, _ = evaluator({}, prompts=0)
     assert nothing.evaluate(5) is None and not idle.jobs
+
+
+def test_a_score_that_is_not_finite_stops_the_run_with_the_samples_name() -> None:
+    found, _, observer = evaluator({}, controller=Faulty(), n=2)
+    with pytest.raises(
+        UserError, match=r"version 5 has no accuracy: 1 of 6 scores.*eval/2/0/1 \(nan\).*skip"
+    ):
+        found.evaluate(5)
+    assert found.results == [] and observer.seen == [5]
+
+
+def test_or_leaves_the_accuracy_out(caplog: pytest.LogCaptureFixture) -> None:
+    found, _, observer = evaluator({"on_non_finite": "skip"}, controller=Faulty(), n=2)
+    result = found.evaluate(5)
+    assert result is not None and math.isnan(result.accuracy) and result.count == 6
+    assert observer.seen == [5, result]
+    assert "1 of 6 scores are not finite: eval/2/0/1 (nan)" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -80,4 +81,8 @@ def test_a_checkpoint_says_where_the_run_stood() -> None:
     meta = written.metas[0]
     assert (meta.step, meta.version, meta.incarnation) == (3, 3, 3)
     assert meta.frontier.iteration == 3 and meta.frontier.in_flight == (3, 4)
-    assert written.metrics == [None, {BEST_METRIC: 0.75}], "an evaluation counts for its own version only"
+    around.results.append(Evaluation(5, math.nan, {}, 3.0, 8, 1.0))
+    found.save(5)
+    assert written.metrics == [None, {BEST_METRIC: 0.75}, None], (
+        "an evaluation counts for its own version only, and one without an accuracy for none"
+    )

@@ -142,7 +142,7 @@ def refused(
     ("how", "message"),
     [
         ("raises", r"the reward function raised KeyError: 'the answer sheet is missing' for sample train/0/"),
-        ("nan", r".*failing returned nan \(float\) as a score.*: sample eval/0/"),
+        ("nan", r"the evaluation of version 0 has no accuracy: 8 of 8 scores .*eval/0/0/0 \(nan\)"),
         (
             "hangs",
             r"the reward function did not return within 0.5 s \(reward.timeout_s\) for sample train/0/",

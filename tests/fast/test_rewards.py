@@ -4,6 +4,7 @@ fault named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -265,6 +266,7 @@ VERL_ROW = {
         ),
         (lambda completions: [np.float32(0.5)], {}, {}, RewardResult(0.5, {"unscored": 0.0})),
         (lambda solution_str: np.bool_(True), {}, {}, RewardResult(1.0)),
+        (lambda solution_str: float("inf"), {}, {}, RewardResult(math.inf)),
     ],
 )
 def test_functions_of_ones_own(
@@ -285,8 +287,7 @@ def test_functions_of_ones_own(
         ),
         (lambda completions: [1.0, 2.0], {}, r"mine returned \[1.0, 2.0\] for one completion"),
         (lambda completions: "1", {}, "mine returned '1' for one completion"),
-        (lambda completions: ["1"], {}, r"mine returned '1' \(str\) as a score; a finite number is needed"),
-        (lambda solution_str: float("nan"), {}, "mine returned nan"),
+        (lambda completions: ["1"], {}, r"mine returned '1' \(str\) as a score; a number is needed"),
         (lambda solution_str: None, {}, r"mine returned None \(NoneType\) as a score"),
         (lambda solution_str: {"acc": 1.0}, {}, r"mine returned a dict without 'score': it has \['acc'\]"),
         (lambda prompt, text, generation: [1.0], {}, r"mine returned \[1.0\] \(list\) as a score"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,14 @@ def test_a_sample_is_laid_out_backwards_from_its_arrival(tmp_path: Path) -> None
         ("instance-1", "e", "generate", 10.0),
     ]
     assert {edge[0] for edge in edges[4:]} == {"instance-0"}
+
+
+def test_a_score_that_is_not_finite_leaves_the_file_readable(tmp_path: Path) -> None:
+    """Viewers read strict JSON, which has no NaN."""
+    with Trace(tmp_path / "trace.json") as trace:
+        trace.sample(replace(a_sample("instance-0", 11.0, Timings()), reward=math.nan))
+    assert "NaN" not in (tmp_path / "trace.json").read_text()
+    assert {e["args"]["reward"] for e in read_trace(tmp_path / "trace.json") if e["ph"] == "b"} == {"nan"}
 
 
 def test_a_torn_last_line_is_left_out_and_a_resume_appends(tmp_path: Path) -> None:
