@@ -44,13 +44,18 @@ class Shape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def mlp(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
 
 
 def matmul_parameters(shape: Shape, *, value_head: bool = False) -> int:
     """Parameters that take part in a matrix product for each token.
 
     Per layer: query and output E·H·D each, key and value E·K·D each, SwiGLU 3·E·M; then the head, E·V (or E
-    for a value head). The embedding is a look-up and costs none, tied or not.
+    for a value head). In a mixture of X experts the layer has the router, E·X, and those k experts alone that
+    work on the token, 3·k·E·M. The embedding is a look-up and costs none, tied or not.
 
     Args:
         shape: The decoder's sizes.
@@ -60,7 +65,9 @@ def matmul_parameters(shape: Shape, *, value_head: bool = False) -> int:
         Their number.
     """
     attention = 2 * shape.embed * (shape.heads + shape.kv_heads) * shape.head_dim
-    layer = attention + 3 * shape.embed * shape.mlp
+    layer = (
+        attention + shape.embed * shape.experts + 3 * (shape.experts_per_token or 1) * shape.embed * shape.mlp
+    )
     return shape.layers * layer + shape.embed * (1 if value_head else shape.vocab_size)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from itertools import product
+from typing import Any, Final, Literal, Protocol
 
 from streamrl_jax.errors import UserError
 from streamrl_jax.flops import Shape
@@ -28,7 +29,13 @@ class Dimensions(Shape, Protocol):
     @property
     def qkv_bias(self) -> bool: ...
     @property
+    def qk_norm(self) -> bool: ...
+    @property
     def tied(self) -> bool: ...
+    @property
+    def head(self) -> Literal["lm", "value"]: ...
+    @property
+    def head_bias(self) -> bool: ...
 
 
 def _as_it_is(array: Any) -> Any:
@@ -41,12 +48,13 @@ class Entry:
 
     Attributes:
         path: Where the parameter lies in the tree, e.g. ("layers", "attention", "query", "kernel").
-        pattern: The checkpoint's name, with "{layer}" where the parameter is stacked over the layers.
-        shape: The parameter's shape in the tree, without the leading layers dimension of a stacked one.
+        pattern: The checkpoint's name, with "{0}" for the layer and "{1}" for the expert where the parameter is
+            stacked over them.
+        shape: The parameter's shape in the tree, without the leading dimensions of a stacked one.
         checkpoint_shape: The shape under that name in a checkpoint.
         transposed: Whether it is a matrix that the checkpoint stores as [out, in] and the tree as [*in,
             *out].
-        layers: Length of the leading dimension of a stacked parameter, None for one that is not stacked.
+        stacked: Leading dimensions of a stacked parameter: (layers,) or (layers, experts); () for one that is not.
     """
 
     path: tuple[str, ...]
@@ -54,22 +62,25 @@ class Entry:
     shape: tuple[int, ...]
     checkpoint_shape: tuple[int, ...]
     transposed: bool = False
-    layers: int | None = None
+    stacked: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The indices into the stacked dimensions, in order; the empty one for a parameter that is not stacked."""
+        return tuple(product(*map(range, self.stacked)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint's names, one for each layer of a stacked parameter."""
-        if self.layers is None:
-            return (self.pattern,)
-        return tuple(self.pattern.format(layer=layer) for layer in range(self.layers))
+        """The checkpoint's names, one for each of `places`."""
+        return tuple(self.pattern.format(*place) for place in self.places)
 
     @property
     def tree_shape(self) -> tuple[int, ...]:
-        """The parameter's shape in the tree, layers included."""
-        return self.shape if self.layers is None else (self.layers, *self.shape)
+        """The parameter's shape in the tree, stacked dimensions included."""
+        return (*self.stacked, *self.shape)
 
     def to_checkpoint(self, array: Any) -> Any:
-        """One layer's array (any with NumPy's interface) in the checkpoint's layout."""
+        """The array of one place (any with NumPy's interface) in the checkpoint's layout."""
         if not self.transposed:
             return array.reshape(self.checkpoint_shape)
         return array.reshape(self.checkpoint_shape[::-1]).T
@@ -83,7 +94,11 @@ def entries(arch: Dimensions) -> tuple[Entry, ...]:
     """The table for an architecture, in the order an export writes it."""
     table = [_same(("embedding", "weight"), EMBEDDING_NAME, (arch.vocab_size, arch.embed)), *_block(arch)]
     table.append(_same(("norm", "scale"), "model.norm.weight", (arch.embed,)))
-    if not arch.tied:
+    if arch.head == "value":
+        table.append(Entry(("value_head", "kernel"), "score.weight", (arch.embed,), (1, arch.embed)))
+        if arch.head_bias:
+            table.append(Entry(("value_head", "bias"), "score.bias", (), (1,)))
+    elif not arch.tied:
         table.append(_same(("lm_head", "weight"), HEAD_NAME, (arch.vocab_size, arch.embed)))
     return tuple(table)
 
@@ -113,15 +128,18 @@ def to_checkpoint(
 
     Args:
         arch: The architecture.
-        params: A policy's parameter tree (arrays of NumPy, JAX or tracers).
+        params: The parameter tree (arrays of NumPy, JAX or tracers).
         explicit_head: As in `checkpoint_shapes`.
-        fetch: Applied to each layer's array before it is laid out anew, e.g. `numpy.asarray` to bring it to
-            the host.
+        fetch: Applied to each layer's array, all its experts together, before it is laid out anew, e.g.
+            `numpy.asarray` to bring it to the host.
     """
     for entry in entries(arch):
         leaf = leaf_at(params, entry.path)
-        for layer, name in enumerate(entry.names):
-            yield name, entry.to_checkpoint(fetch(leaf if entry.layers is None else leaf[layer]))
+        found = iter(entry.names)
+        for layer in product(*map(range, entry.stacked[:1])):
+            fetched = fetch(leaf[layer] if layer else leaf)
+            for expert in product(*map(range, entry.stacked[1:])):
+                yield next(found), entry.to_checkpoint(fetched[expert] if expert else fetched)
     if explicit_head and arch.tied:
         yield HEAD_NAME, fetch(leaf_at(params, ("embedding", "weight")))
 
@@ -134,7 +152,7 @@ def from_checkpoint(
     Args:
         arch: The architecture.
         tensors: name -> array.
-        stack: How to join the layers' arrays along a new first dimension, e.g. `numpy.stack`.
+        stack: How to join the arrays of layers or experts along a new first dimension, e.g. `numpy.stack`.
 
     Returns:
         The nested dictionary that `to_checkpoint` takes.
@@ -142,7 +160,9 @@ def from_checkpoint(
     tree: dict[str, Any] = {}
     for entry in entries(arch):
         parts = [entry.from_checkpoint(tensors[name]) for name in entry.names]
-        place(tree, entry.path, parts[0] if entry.layers is None else stack(parts))
+        for count in reversed(entry.stacked):
+            parts = [stack(parts[start : start + count]) for start in range(0, len(parts), count)]
+        place(tree, entry.path, parts[0])
     return tree
 
 
@@ -200,31 +220,52 @@ def place(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
     tree[path[-1]] = leaf
 
 
-def _same(path: tuple[str, ...], pattern: str, shape: tuple[int, ...], layers: int | None = None) -> Entry:
-    return Entry(path, pattern, shape, shape, layers=layers)
+def _same(
+    path: tuple[str, ...], pattern: str, shape: tuple[int, ...], stacked: tuple[int, ...] = ()
+) -> Entry:
+    return Entry(path, pattern, shape, shape, stacked=stacked)
 
 
 def _block(arch: Dimensions) -> Iterator[Entry]:
     """The entries of the repeated block."""
-    embed = (arch.embed,)
+    embed, layers = (arch.embed,), (arch.layers,)
     queries, keys = (arch.heads, arch.head_dim), (arch.kv_heads, arch.head_dim)
+    norms = {"attention_norm": ("input_layernorm", embed), "mlp_norm": ("post_attention_layernorm", embed)}
+    if arch.qk_norm:
+        norms["attention.query_norm"] = ("self_attn.q_norm", (arch.head_dim,))
+        norms["attention.key_norm"] = ("self_attn.k_norm", (arch.head_dim,))
+    for module, (name, shape) in norms.items():
+        yield _same(
+            ("layers", *module.split("."), "scale"), f"model.layers.{{0}}.{name}.weight", shape, layers
+        )
     linears = {
         "attention.query": ("self_attn.q_proj", embed, queries, arch.qkv_bias),
         "attention.key": ("self_attn.k_proj", embed, keys, arch.qkv_bias),
         "attention.value": ("self_attn.v_proj", embed, keys, arch.qkv_bias),
         "attention.out": ("self_attn.o_proj", queries, embed, False),
-        "mlp.gate": ("mlp.gate_proj", embed, (arch.mlp,), False),
-        "mlp.up": ("mlp.up_proj", embed, (arch.mlp,), False),
-        "mlp.down": ("mlp.down_proj", (arch.mlp,), embed, False),
     }
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    for module, name in norms.items():
-        yield _same(("layers", module, "scale"), f"model.layers.{{layer}}.{name}.weight", embed, arch.layers)
     for module, (name, inputs, outputs, bias) in linears.items():
-        path, pattern = ("layers", *module.split(".")), f"model.layers.{{layer}}.{name}"
-        matrix = (math.prod(outputs), math.prod(inputs))
-        yield Entry((*path, "kernel"), f"{pattern}.weight", (*inputs, *outputs), matrix, True, arch.layers)
+        yield _kernel(module, name, inputs, outputs, layers)
         if bias:
-            yield Entry(
-                (*path, "bias"), f"{pattern}.bias", outputs, (math.prod(outputs),), False, arch.layers
-            )
+            path, size = ("layers", *module.split("."), "bias"), math.prod(outputs)
+            yield Entry(path, f"model.layers.{{0}}.{name}.bias", outputs, (size,), stacked=layers)
+    yield from _feed_forward(arch)
+
+
+def _feed_forward(arch: Dimensions) -> Iterator[Entry]:
+    """The dense layer, or the router and the experts, whose kernels are stacked over layers and experts."""
+    embed, mlp, layers = (arch.embed,), (arch.mlp,), (arch.layers,)
+    prefix, stacked = "mlp.", layers
+    if arch.experts:
+        yield _kernel("mlp.router", "mlp.gate", embed, (arch.experts,), layers)
+        prefix, stacked = "mlp.experts.{1}.", (*layers, arch.experts)
+    yield _kernel("mlp.gate", f"{prefix}gate_proj", embed, mlp, stacked)
+    yield _kernel("mlp.up", f"{prefix}up_proj", embed, mlp, stacked)
+    yield _kernel("mlp.down", f"{prefix}down_proj", mlp, embed, stacked)
+
+
+def _kernel(
+    module: str, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], stacked: tuple[int, ...]
+) -> Entry:
+    path, matrix = ("layers", *module.split("."), "kernel"), (math.prod(outputs), math.prod(inputs))
+    return Entry(path, f"model.layers.{{0}}.{name}.weight", (*inputs, *outputs), matrix, True, stacked)

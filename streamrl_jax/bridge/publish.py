@@ -71,7 +71,7 @@ class Piece:
 
     name: str
     entry: names.Entry
-    layer: int | None  # index into a parameter that is stacked over layers
+    place: tuple[int, ...]  # index into a parameter that is stacked over layers, or over layers and experts
 
 
 def list_pieces(arch: names.Dimensions) -> tuple[Piece, ...]:
@@ -87,10 +87,9 @@ def list_pieces(arch: names.Dimensions) -> tuple[Piece, ...]:
     """
     pieces: list[Piece] = []
     for entry in names.entries(arch):
-        layers: Sequence[int | None] = [None] if entry.layers is None else range(entry.layers)
-        pieces += [Piece(name, entry, layer) for name, layer in zip(entry.names, layers, strict=True)]
+        pieces += [Piece(name, entry, place) for name, place in zip(entry.names, entry.places, strict=True)]
         if arch.tied and entry.pattern == names.EMBEDDING_NAME:
-            pieces.append(Piece(names.HEAD_NAME, entry, None))
+            pieces.append(Piece(names.HEAD_NAME, entry, ()))
     return tuple(pieces)
 
 
@@ -133,7 +132,7 @@ def convert(params: Any, pieces: tuple[Piece, ...], dtype: str) -> list[jax.Arra
     converted: list[jax.Array] = []
     for piece in pieces:
         leaf = names.leaf_at(params, piece.entry.path)
-        array = piece.entry.to_checkpoint(leaf if piece.layer is None else leaf[piece.layer])
+        array = piece.entry.to_checkpoint(leaf[piece.place] if piece.place else leaf)
         converted.append(array.astype(DTYPES[dtype]))
     return converted
 
@@ -152,7 +151,9 @@ def bytes_per_device(params: Any, pieces: Sequence[Piece], dtype: str) -> int:
     total = 0
     for piece in pieces:
         leaf: jax.Array = names.leaf_at(params, piece.entry.path)
-        shards = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
+        # An expert is one of a dimension that is split over devices: alone, it is split by its own dimensions at most.
+        lead = len(piece.entry.stacked)
+        shards = math.prod(leaf.shape[lead:]) // math.prod(leaf.sharding.shard_shape(leaf.shape)[lead:])
         total += -(-Target(piece.entry.checkpoint_shape, dtype).nbytes // shards)
     return total
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
-from streamrl_jax.errors import UserError
-
-# Architecture -> whether query, key and value projections carry a bias.
-SUPPORTED: Final[Mapping[str, bool]] = {"Qwen2ForCausalLM": True, "LlamaForCausalLM": False}
-
-# transformers' own default where config.json leaves the base of the rotary embedding out.
-_DEFAULT_ROPE_THETA: Final = 10000.0
+from streamrl_jax.train.families import ARCHITECTURES, Family, Head
+from streamrl_jax.train.hf_fields import Fields
+from streamrl_jax.train.rope import Rope, read_rope
 
 
 @dataclass(frozen=True)
 class Arch:
-    """A decoder-only transformer: grouped-query attention, RoPE, RMSNorm, SwiGLU.
+    """A decoder-only transformer: grouped-query attention, RoPE, RMSNorm, SwiGLU or a mixture of SwiGLU experts.
 
     Attributes:
         architecture: The Hugging Face class name, e.g. "Qwen2ForCausalLM".
@@ -28,11 +24,17 @@ class Arch:
         heads: Query heads.
         kv_heads: Key/value heads; divides `heads`.
         head_dim: Width of a head, even.
-        mlp: Width of the feed-forward layer.
-        rope_theta: Base of the rotary embedding.
+        mlp: Width of the feed-forward layer; in a mixture, of each expert.
+        experts: Experts of each feed-forward layer; 0: the layers are dense.
+        experts_per_token: How many of them work on a token; 0 in a dense model.
+        normalise_experts: Whether the weights of a token's experts are scaled to sum to 1.
+        rope: The rotary embedding.
         norm_eps: Epsilon inside RMSNorm.
         qkv_bias: Whether query, key and value projections have a bias.
+        qk_norm: Whether each head's queries and keys are normalised.
         tied: Whether the output head is the embedding itself.
+        head: "lm", or "value" for a checkpoint with a scalar head (a critic's).
+        head_bias: Whether the scalar head of the checkpoint has a bias.
         max_positions: Longest sequence the checkpoint was made for.
         hf_config_json: The whole original configuration, to be written back by an export.
     """
@@ -45,10 +47,16 @@ class Arch:
     kv_heads: int
     head_dim: int
     mlp: int
-    rope_theta: float
+    experts: int
+    experts_per_token: int
+    normalise_experts: bool
+    rope: Rope
     norm_eps: float
     qkv_bias: bool
+    qk_norm: bool
     tied: bool
+    head: Head
+    head_bias: bool
     max_positions: int
     hf_config_json: str
 
@@ -59,18 +67,19 @@ class Arch:
 
     def same_body(self, other: Arch) -> bool:
         """Whether two checkpoints' decoders have the same parameters, whatever their heads."""
-        return replace(self, tied=other.tied, hf_config_json="") == replace(other, hf_config_json="")
+        return self._body() == other._body()
+
+    def _body(self) -> Arch:
+        return replace(self, architecture="", tied=False, head="lm", head_bias=False, hf_config_json="")
 
 
-def arch_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Arch:
+def arch_from_hf(config: Mapping[str, Any], where: str = "config.json", *, critic: bool = False) -> Arch:
     """Reads a Hugging Face configuration and refuses, by name, what the trainer does not implement.
-
-    Both ways of writing the rotary embedding are understood: `rope_theta` and `rope_scaling` (transformers 4)
-    and `rope_parameters` (transformers 5).
 
     Args:
         config: The parsed config.json.
         where: What to call the source in an error, usually the file's path.
+        critic: Whether a scalar head over the decoder is allowed too.
 
     Returns:
         The architecture.
@@ -78,115 +87,112 @@ def arch_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Arch:
     Raises:
         UserError: A field is missing, has a wrong type, or asks for something that is not supported.
     """
-    reader = _Reader(config, where)
-    architecture = _architecture(reader)
-    _refuse_unsupported(reader)
-    embed, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
-    kv_heads = reader.positive("num_key_value_heads", heads)
+    fields = Fields(config, where)
+    architecture = _architecture(fields, critic)
+    family, head = ARCHITECTURES[architecture]
+    _refuse_unsupported(fields)
+    if head.head == "value":
+        _refuse_several_labels(fields)
+    embed, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    kv_heads = fields.positive("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise reader.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
-    if config.get("head_dim") is None and embed % heads:
-        raise reader.error(
-            "hidden_size", f"without head_dim it must be a multiple of num_attention_heads = {heads}"
-        )
-    head_dim = reader.positive("head_dim", embed // heads)
-    if head_dim % 2:
-        raise reader.error("head_dim", "the rotary embedding needs an even width of a head")
+        raise fields.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
+    experts, per_token = _experts(fields) if family.experts else (0, 0)
     return Arch(
         architecture=architecture,
-        vocab_size=reader.positive("vocab_size"),
+        vocab_size=fields.positive("vocab_size"),
         embed=embed,
-        layers=reader.positive("num_hidden_layers"),
+        layers=fields.positive("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=reader.positive("intermediate_size"),
-        rope_theta=_rope_theta(reader),
-        norm_eps=reader.number("rms_norm_eps", 1e-6),
-        qkv_bias=SUPPORTED[architecture],
-        tied=reader.boolean("tie_word_embeddings", False),
-        max_positions=reader.positive("max_position_embeddings"),
+        head_dim=_head_dim(fields, family, embed, heads),
+        mlp=fields.positive("moe_intermediate_size" if family.experts else "intermediate_size"),
+        experts=experts,
+        experts_per_token=per_token,
+        normalise_experts=family.experts and fields.boolean("norm_topk_prob", False),
+        rope=read_rope(fields),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tied=fields.boolean("tie_word_embeddings", False),
+        head=head.head,
+        head_bias=head.bias,
+        max_positions=fields.positive("max_position_embeddings"),
         hf_config_json=json.dumps(dict(config)),
     )
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Typed access to config.json; its errors name file, field and value."""
-
-    config: Mapping[str, Any]
-    where: str
-
-    def error(self, field: str, remedy: str) -> UserError:
-        value = json.dumps(self.config[field]) if field in self.config else "missing"
-        return UserError(f"{self.where}: field {field!r} is {value}: {remedy}")
-
-    def positive(self, field: str, default: int | None = None) -> int:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(field, "a positive whole number is needed")
-        return value
-
-    def number(self, field: str, default: float) -> float:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self.error(field, "a positive number is needed")
-        return float(value)
-
-    def boolean(self, field: str, default: bool) -> bool:
-        value = self._get(field, default)
-        if not isinstance(value, bool):
-            raise self.error(field, "true or false is needed")
-        return value
-
-    def _get(self, field: str, default: object) -> object:
-        value = self.config.get(field)
-        return default if value is None else value
+def _architecture(fields: Fields, critic: bool) -> str:
+    found = fields.config.get("architectures")
+    allowed = [name for name, (_, head) in ARCHITECTURES.items() if critic or head.head == "lm"]
+    supported = ", ".join(allowed)
+    if not isinstance(found, list) or len(found) != 1:
+        raise fields.error("architectures", f"a list of one name is needed; supported are {supported}")
+    if found[0] in allowed:
+        return found[0]
+    if found[0] in ARCHITECTURES:
+        raise fields.error(
+            "architectures",
+            f"a scalar head makes no policy, it is for model.critic_path; supported here are {supported}",
+        )
+    raise fields.error("architectures", f"this architecture is not supported; supported are {supported}")
 
 
-def _architecture(reader: _Reader) -> str:
-    names = reader.config.get("architectures")
-    supported = ", ".join(SUPPORTED)
-    if not isinstance(names, list) or len(names) != 1:
-        raise reader.error("architectures", f"a list of one name is needed; supported are {supported}")
-    if names[0] not in SUPPORTED:
-        raise reader.error("architectures", f"this architecture is not supported; supported are {supported}")
-    return names[0]
-
-
-def _refuse_unsupported(reader: _Reader) -> None:
-    config = reader.config
+def _refuse_unsupported(fields: Fields) -> None:
+    config = fields.config
     if config.get("quantization_config") is not None:
-        raise reader.error(
+        raise fields.error(
             "quantization_config", "quantized checkpoints cannot be trained; give the original weights"
         )
     if config.get("hidden_act") != "silu":
-        raise reader.error("hidden_act", 'only "silu" (SwiGLU) is supported')
+        raise fields.error("hidden_act", 'only "silu" (SwiGLU) is supported')
     if config.get("use_sliding_window"):
-        raise reader.error("use_sliding_window", "sliding-window attention is not supported")
+        raise fields.error("use_sliding_window", "sliding-window attention is not supported")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise reader.error("layer_types", 'only "full_attention" layers are supported')
+        raise fields.error("layer_types", 'only "full_attention" layers are supported')
     if config.get("mlp_bias"):
-        raise reader.error("mlp_bias", "biases in the feed-forward layer are not supported")
-    # Llama's switch also puts a bias on the output projection; Qwen2 has the three biases without any switch.
+        raise fields.error("mlp_bias", "biases in the feed-forward layer are not supported")
+    # The switch also puts a bias on the output projection; Qwen2 has its three biases without any switch.
     if config.get("attention_bias"):
-        raise reader.error("attention_bias", "only Qwen2's biases (query, key and value) are supported")
+        raise fields.error("attention_bias", "only Qwen2's biases (query, key and value) are supported")
 
 
-def _rope_theta(reader: _Reader) -> float:
-    parameters = reader.config.get("rope_parameters")
-    scaling = reader.config.get("rope_scaling")
-    for field, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise reader.error(field, "an object is needed")
-        if value.get("rope_type", value.get("type", "default")) != "default":
-            raise reader.error(field, "scaled rotary embeddings are not supported")
-        if value.get("partial_rotary_factor", 1.0) != 1.0:
-            raise reader.error(field, "a partial rotary embedding is not supported")
-    if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
-        return _Reader(parameters, f"{reader.where}, rope_parameters").number(
-            "rope_theta", _DEFAULT_ROPE_THETA
-        )
-    return reader.number("rope_theta", _DEFAULT_ROPE_THETA)
+def _refuse_several_labels(fields: Fields) -> None:
+    """transformers writes the number of labels as the length of `id2label`, and means 2 where both are absent."""
+    field = "num_labels" if fields.config.get("num_labels") is not None else "id2label"
+    value = fields.config.get(field)
+    if field == "id2label":
+        value = len(value) if isinstance(value, dict) else 2
+    if value != 1:
+        raise fields.error(field, "a critic's head gives one number; only num_labels = 1 is supported")
+
+
+def _head_dim(fields: Fields, family: Family, embed: int, heads: int) -> int:
+    default = family.head_dim
+    if default is None:
+        if fields.config.get("head_dim") is None and embed % heads:
+            raise fields.error(
+                "hidden_size", f"without head_dim it must be a multiple of num_attention_heads = {heads}"
+            )
+        default = embed // heads
+    head_dim = fields.positive("head_dim", default)
+    if head_dim % 2:
+        raise fields.error("head_dim", "the rotary embedding needs an even width of a head")
+    return head_dim
+
+
+def _experts(fields: Fields) -> tuple[int, int]:
+    """Experts, and experts of a token; the layers must be alike, since they are stacked."""
+    if fields.positive("decoder_sparse_step", 1) != 1:
+        raise fields.error("decoder_sparse_step", "only models whose layers are all mixtures are supported")
+    if fields.config.get("mlp_only_layers"):
+        raise fields.error("mlp_only_layers", "only models whose layers are all mixtures are supported")
+    # transformers 5 writes the same number under another name.
+    names = [name for name in ("num_experts", "num_local_experts") if fields.config.get(name) is not None]
+    counts = {fields.positive(name) for name in names or ["num_experts"]}
+    if len(counts) > 1:
+        raise fields.error("num_local_experts", "it differs from num_experts; leave one of them out")
+    experts, per_token = counts.pop(), fields.positive("num_experts_per_tok")
+    if per_token > experts:
+        raise fields.error("num_experts_per_tok", f"there are only {experts} experts")
+    return experts, per_token

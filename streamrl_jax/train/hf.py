@@ -60,8 +60,10 @@ def load_params(directory: Path, model: Model) -> Params:
     params: Params = {}
     for entry in names.entries(model.arch):
         struct = names.leaf_at(template, entry.path)
-        parts = [entry.from_checkpoint(tensors[name]) for name in entry.names]
-        names.place(params, entry.path, _sharded(struct, parts, stacked=entry.layers is not None))
+        parts = np.empty(entry.stacked, object)
+        for place, name in zip(entry.places, entry.names, strict=True):
+            parts[place] = entry.from_checkpoint(tensors[name])
+        names.place(params, entry.path, _sharded(struct, parts))
     return params
 
 
@@ -104,14 +106,19 @@ def save_params(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sharded(struct: jax.ShapeDtypeStruct, parts: list[np.ndarray], *, stacked: bool) -> jax.Array:
+def _sharded(struct: jax.ShapeDtypeStruct, parts: np.ndarray) -> jax.Array:
+    """One parameter from its parts, an array of arrays of as many dimensions as the parameter is stacked over."""
+
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        if not stacked:
-            return np.array(parts[0][index], dtype=struct.dtype)
-        chosen = [part[index[1:]] for part in parts[index[0]]]
-        whole = np.empty((len(chosen), *chosen[0].shape), struct.dtype)
-        return np.stack(chosen, out=whole, casting="unsafe")
+        chosen, within = parts[(*index[: parts.ndim], ...)], index[parts.ndim :]
+        whole = np.empty(
+            [len(range(*part.indices(size))) for part, size in zip(index, struct.shape, strict=True)],
+            struct.dtype,
+        )
+        for place in np.ndindex(chosen.shape):
+            whole[place] = chosen[place][within]
+        return whole
 
     assert struct.sharding is not None
     return jax.make_array_from_callback(struct.shape, struct.sharding, read)

@@ -18,9 +18,10 @@ from streamrl_jax.train import hf
 from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.models import Compute, Model, Params
 from streamrl_jax.train.models.layers import rope_tables
+from streamrl_jax.train.rope import Llama3Scaling, Rope
 from streamrl_jax.train.tensorfile import map_tensors, write_tensors
 
-from .tiny import hf_config, pack, random_params, random_sequences, shardings, tiny_model, unpack
+from .tiny import LLAMA3_ROPE, hf_config, pack, random_params, random_sequences, shardings, tiny_model, unpack
 
 Checkpoint = tuple[Path, Model, Params]
 
@@ -38,6 +39,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
     },
+    "llama-stretched-tied": {"architecture": "LlamaForCausalLM", "rope_parameters": LLAMA3_ROPE},
+    "llama-stretched-untied": {
+        "architecture": "LlamaForCausalLM",
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "rope_parameters": LLAMA3_ROPE,
+    },
+    "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "head_dim": 16},
+    "qwen3-untied": {"architecture": "Qwen3ForCausalLM", "head_dim": 6, "tie_word_embeddings": False},
 }
 
 
@@ -101,18 +111,39 @@ def test_logits_equal_those_of_transformers_both_ways(
     assert inward < TOLERANCE and outward < TOLERANCE
 
 
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_rotary_angles_of_far_positions_equal_those_of_transformers(theta: float) -> None:
+# Llama 3.1's own figures, and others that put pairs into each of the three ranges.
+@pytest.mark.parametrize(
+    ("theta", "scaling"),
+    [
+        (1e4, None),
+        (1e6, None),
+        (5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        (1e4, Llama3Scaling(32.0, 0.7, 1.9, 300)),
+    ],
+)
+def test_rotary_angles_of_far_positions_equal_those_of_transformers(
+    theta: float, scaling: Llama3Scaling | None
+) -> None:
     import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     positions = np.array([[0, 1, 1000, 32_767, 131_071]], np.int32)
-    rotary = LlamaRotaryEmbedding(
-        LlamaConfig(head_dim=64, rope_parameters={"rope_theta": theta, "rope_type": "default"})
-    )
+    parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    if scaling is not None:
+        parameters |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    rotary = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, rope_parameters=parameters))
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.tensor(positions))
-    ours = jax.jit(lambda positions: rope_tables(positions, 64, theta))(positions)
+    frequencies = Rope(theta, scaling).frequencies(64)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_array_equal(frequencies, np.asarray(rotary.inv_freq))
+    ours = jax.jit(lambda positions: rope_tables(positions, frequencies))(positions)
     np.testing.assert_allclose(ours[0], cos[..., :32].numpy(), atol=1e-6)
     np.testing.assert_allclose(ours[1], sin[..., :32].numpy(), atol=1e-6)
 

@@ -187,6 +187,8 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 3
     mlp: int = 5
+    experts: int = 0
+    experts_per_token: int = 0
 
 
 def counted_forward(sizes: Sizes, length: int, head: int) -> int:
@@ -202,7 +204,11 @@ def counted_forward(sizes: Sizes, length: int, head: int) -> int:
                 (sizes.embed, kv_width),
                 (width, sizes.embed),
             ]
-            products += [(sizes.embed, sizes.mlp), (sizes.embed, sizes.mlp), (sizes.mlp, sizes.embed)]
+            expert = [(sizes.embed, sizes.mlp), (sizes.embed, sizes.mlp), (sizes.mlp, sizes.embed)]
+            if sizes.experts:
+                products += [(sizes.embed, sizes.experts), *expert * sizes.experts_per_token]
+            else:
+                products += expert
             total += sum(2 * rows * columns for rows, columns in products)
             attended = position + 1
             total += sizes.heads * 2 * (2 * attended * sizes.head_dim)
@@ -210,10 +216,11 @@ def counted_forward(sizes: Sizes, length: int, head: int) -> int:
     return total
 
 
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=7, experts_per_token=3)])
 @pytest.mark.parametrize("value_head", [False, True])
-def test_forward_flops_are_those_counted_by_hand(value_head: bool) -> None:
+def test_forward_flops_are_those_counted_by_hand(sizes: Sizes, value_head: bool) -> None:
     """Exact but for the diagonal: L²/2 pairs stand for L(L + 1)/2."""
-    sizes, lengths = Sizes(), [7, 1, 20]
+    lengths = [7, 1, 20]
     counted = sum(counted_forward(sizes, length, 1 if value_head else sizes.vocab_size) for length in lengths)
     diagonal = sum(lengths) * sizes.layers * sizes.heads * sizes.head_dim * 2
     assert flops.forward_flops(sizes, lengths, value_head=value_head) == counted - diagonal

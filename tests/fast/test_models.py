@@ -13,8 +13,10 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.train.logprob import token_logprobs
 from streamrl_jax.train.mesh import batch_sharding
 from streamrl_jax.train.models import Compute, Model, Params, arch_from_hf
+from streamrl_jax.train.rope import Llama3Scaling, Rope
 
 from .tiny import (
+    LLAMA3_ROPE,
     Packed,
     Sequences,
     hf_config,
@@ -225,7 +227,34 @@ def test_values_are_a_linear_map_of_the_hidden_states() -> None:
 def test_both_ways_of_writing_the_rotary_base(rope: dict[str, Any], theta: float) -> None:
     config = hf_config()
     del config["rope_parameters"]
-    assert arch_from_hf(config | rope).rope_theta == theta
+    assert arch_from_hf(config | rope).rope == Rope(theta)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}},
+    ],
+)
+def test_both_ways_of_writing_the_stretched_rotary_embedding(written: dict[str, Any]) -> None:
+    config = hf_config("LlamaForCausalLM")
+    del config["rope_parameters"]
+    assert arch_from_hf(config | written).rope == Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"factor": None}, "'factor' is null: a positive number"),
+        ({"low_freq_factor": 0}, "'low_freq_factor' is 0: a positive number"),
+        ({"high_freq_factor": 1.0}, "'high_freq_factor' is 1.0: it must be above low_freq_factor = 1"),
+        ({"original_max_position_embeddings": 0.5}, "'original_max_position_embeddings' is 0.5"),
+    ],
+)
+def test_a_stretched_rotary_embedding_that_makes_no_sense(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=r"config\.json, rope_parameters: field " + says):
+        tiny_arch("LlamaForCausalLM", rope_parameters=LLAMA3_ROPE | changes)
 
 
 def test_what_a_configuration_leaves_out() -> None:
@@ -235,6 +264,9 @@ def test_what_a_configuration_leaves_out() -> None:
     assert (arch.kv_heads, arch.head_dim, arch.tied) == (4, 8, False)
     assert arch.hf_config == config
     assert arch_from_hf(hf_config(head_dim=16)).head_dim == 16
+    assert (
+        arch_from_hf(hf_config("Qwen3ForCausalLM")).head_dim == 128
+    )  # transformers' default for this family
     # Qwen2.5 writes a window that it does not use.
     assert (
         arch_from_hf(hf_config(use_sliding_window=False, sliding_window=32768, max_window_layers=21))
@@ -253,8 +285,11 @@ def test_what_a_configuration_leaves_out() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types'"),
         ({"mlp_bias": True}, "'mlp_bias' is true"),
         ({"attention_bias": True}, "'attention_bias' is true"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'rope_scaling'.*\"linear\""),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "'rope_parameters'.*\"llama3\""),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'rope_scaling'.*'linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'rope_scaling'.*'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'rope_parameters'.*'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters'.*'longrope' is not supported"),
+        ({"rope_scaling": LLAMA3_ROPE}, "'rope_scaling'.*it differs from rope_parameters"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
         ({"num_key_value_heads": 3}, "'num_key_value_heads' is 3: it must divide num_attention_heads = 4"),
         ({"hidden_size": 33}, "'hidden_size' is 33"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
+from streamrl_jax.train.families import ARCHITECTURES
 from streamrl_jax.train.models import Arch
 
 from .tiny import tiny_arch, tiny_model
@@ -22,7 +23,7 @@ def archs(draw: st.DrawFn) -> Arch:
     """Small architectures of all supported kinds."""
     kv_heads = draw(st.integers(1, 3))
     return tiny_arch(
-        draw(st.sampled_from(["Qwen2ForCausalLM", "LlamaForCausalLM"])),
+        draw(st.sampled_from([name for name in ARCHITECTURES if name.endswith("ForCausalLM")])),
         hidden_size=draw(st.integers(1, 7)),
         num_hidden_layers=draw(st.integers(1, 3)),
         num_key_value_heads=kv_heads,
@@ -61,7 +62,7 @@ def test_round_trip_is_exact_and_each_element_travels_once(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name.endswith("ForCausalLM")])
 def test_the_table_covers_the_models_parameters(architecture: str, tied: bool) -> None:
     arch = tiny_arch(architecture, tie_word_embeddings=tied)
     model = jax.tree.map(lambda leaf: leaf.shape, tiny_model(arch).abstract_params())

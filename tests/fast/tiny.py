@@ -13,6 +13,16 @@ from streamrl_jax.train.models import Arch, Model, Params, arch_from_hf
 
 Sequences = Sequence[Sequence[np.ndarray]]
 
+MODEL_TYPES = {"Qwen2": "qwen2", "Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
 
 class Packed(NamedTuple):
     """A batch of packed rows, as the trainer's model takes it."""
@@ -26,7 +36,7 @@ def hf_config(architecture: str = "Qwen2ForCausalLM", **changes: Any) -> dict[st
     """A config.json of a model small enough to compile in a second."""
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}.get(architecture, "other"),
+        "model_type": MODEL_TYPES.get(architecture.partition("For")[0], "other"),
         "vocab_size": 48,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -39,6 +49,16 @@ def hf_config(architecture: str = "Qwen2ForCausalLM", **changes: Any) -> dict[st
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }
+    if architecture.startswith("Qwen3Moe"):
+        config |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": False,
+        }
     return config | changes
 
 

@@ -8,17 +8,17 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.train.arch import Arch
-from streamrl_jax.train.models.layers import Linear, rotate
+from streamrl_jax.train.models.layers import Linear, RMSNorm, rotate
 
 # Finite, so that a query without any key (the padding of the last block) gives a number that is dropped, not NaN.
 _MASKED = -1e30
 
 
 class Attention(nnx.Module):
-    """Projections, rotary embedding, causal attention within each segment, output projection."""
+    """Projections, norms of the heads, rotary embedding, causal attention within each segment, output projection."""
 
     def __init__(self, arch: Arch, *, rngs: nnx.Rngs) -> None:
-        """Creates the four projections."""
+        """Creates the four projections and, where the architecture has them, the norms of queries and keys."""
         embed = {"embed": arch.embed}
         queries = {"heads": arch.heads, "head_dim": arch.head_dim}
         keys = {"kv_heads": arch.kv_heads, "head_dim": arch.head_dim}
@@ -26,6 +26,8 @@ class Attention(nnx.Module):
         self.key = Linear(embed, keys, bias=arch.qkv_bias, rngs=rngs)
         self.value = Linear(embed, keys, bias=arch.qkv_bias, rngs=rngs)
         self.out = Linear(queries, embed, rngs=rngs)
+        self.query_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        self.key_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
 
     def __call__(
         self,
@@ -36,8 +38,10 @@ class Attention(nnx.Module):
         block: int,
     ) -> Float[Array, "rows len embed"]:
         """Attends; see `attend` for the masking rule and for `block`."""
-        query = rotate(self.query(x), cos, sin)
-        key = rotate(self.key(x), cos, sin)
+        query, key = self.query(x), self.key(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return self.out(attend(query, key, self.value(x), segment_ids, block))
 
 

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from streamrl_jax.train.arch import Arch
+from streamrl_jax.train.families import Head
 from streamrl_jax.train.mesh import batch_sharding, named_sharding
 from streamrl_jax.train.models.attention import Attention
 from streamrl_jax.train.models.layers import RMSNorm, SwiGLU, rope_tables, weight, zeros
 
-Head = Literal["lm", "value"]
 Remat = Literal["none", "full", "dots"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
             # the same way and then gather them at each norm.
             return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
-        cos, sin = rope_tables(positions, self.arch.head_dim, self.arch.rope_theta)
+        cos, sin = rope_tables(positions, self.arch.rope.frequencies(self.arch.head_dim))
         graphdef, stacked = nnx.split(self.layers)
 
         def block(x: Array, layer: Any, cos: Array, sin: Array, segment_ids: Array) -> Array:

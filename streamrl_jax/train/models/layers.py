@@ -94,16 +94,9 @@ class SwiGLU(nnx.Module):
 
 
 def rope_tables(
-    positions: Int[Array, "rows len"], head_dim: int, theta: float
+    positions: Int[Array, "rows len"], frequencies: Float[np.ndarray, " half"]
 ) -> tuple[Float[Array, "rows len half"], Float[Array, "rows len half"]]:
-    """Cosines and sines of the rotary angles, float32.
-
-    The angle of pair i at position p is p * theta^(-2i / head_dim) (arXiv 2104.09864).
-    """
-    # The power rounded to float32, then its float32 reciprocal: bit for bit what transformers and vLLM use.
-    # At position 30,000 one last bit would be 0.002 of an angle.
-    powers = (theta ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-    frequencies = np.float32(1) / powers
+    """Cosines and sines of the rotary angles, float32: position times frequency (`streamrl_jax.train.rope`)."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from streamrl_jax.train.arch import Arch
+from streamrl_jax.train.families import Head
 from streamrl_jax.train.mesh import named_sharding
-from streamrl_jax.train.models.decoder import Compute, Decoder, Head
+from streamrl_jax.train.models.decoder import Compute, Decoder
 
 Params = dict[str, Any]
 
