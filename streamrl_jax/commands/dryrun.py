@@ -124,7 +124,7 @@ def _processes(config: Config, machine: Machine, run_dir: Path) -> str:
     trainer = _command(trainer_environment(config, split), "streamrl train ... (this command)")
     lines = ["processes", f"trainer     {trainer}"]
     for index, device in enumerate(split.instances):
-        options = engine_options(config, config.model.path, device)
+        options = engine_options(config, config.model.path, device, vocab_limit=None)
         command = f"{python} -P -m streamrl_jax.gen.instance --spec {run_dir}/instances/instance-{index}.json"
         lines.append(f"instance-{index}  {_command(engine_environment(options), command)}")
     return "\n".join(lines)

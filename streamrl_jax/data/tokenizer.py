@@ -94,6 +94,31 @@ class Tokenizer:
             where=where,
         )
 
+    def vocab_limit(self, *, masked: bool) -> int | None:
+        """Where the ids end that a policy with this tokenizer may sample.
+
+        A checkpoint's vocabulary is often padded beyond its tokenizer's ids. Generator and trainer must leave the same
+        ids out of their distribution, so both sides are told this one number.
+
+        Args:
+            masked: `rollout.mask_padded_vocab`.
+
+        Returns:
+            The number of ids (added tokens included); None if the model has no others, or they are not to be masked.
+
+        Raises:
+            UserError: No EOS id would be left to end an answer with.
+        """
+        if not masked or self.vocab_size == self.model_vocab_size:
+            return None
+        if min(self.eos_ids) >= self.vocab_size:
+            raise UserError(
+                f"{self.where}: the end-of-sequence ids {list(self.eos_ids)} are none of the tokenizer's "
+                f"{self.vocab_size} ids, and rollout.mask_padded_vocab = true keeps all others from being sampled; "
+                "answers would never end. Correct 'eos_token_id' in generation_config.json, or set it to false"
+            )
+        return self.vocab_size
+
     def encode(self, text: str, special_tokens: bool = True) -> TokenIds:
         """Encodes a text as Hugging Face does, with the BOS and EOS that the checkpoint writes, or without."""
         return np.asarray(self.backend.encode(text, add_special_tokens=special_tokens).ids, np.int32)

@@ -105,6 +105,8 @@ class VllmEngine:
             # vLLM checks ids against a tokenizer, which it does not have here; the embedding would read its
             # padding.
             self._vocab_size = llm.model_config.get_vocab_size()
+            if (limit := self._options.vocab_limit) is not None:
+                await llm.collective_rpc("streamrl_limit_vocabulary", args=(limit,))
             report("warming up")
             await self.forget_version()
             await self._warm_up()

@@ -30,6 +30,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9  # GPU
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    vocab_limit: int | None = None  # ids from here on pad the vocabulary and are never sampled
 
     @property
     def on_cpu(self) -> bool:

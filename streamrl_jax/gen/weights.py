@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ from streamrl_jax.bridge.blob import map_blob
 from streamrl_jax.bridge.manifest import check, check_targets, tensor_bytes
 from streamrl_jax.gen import codec
 from streamrl_jax.gen.targets import DTYPE_NAMES, checkpoint_targets
+from streamrl_jax.gen.vocabulary import limit_vocabulary
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.types import Manifest
 
@@ -202,9 +204,14 @@ class StagedWeights(WeightTransferEngine[NoInit, ApplyStaged]):
 
 
 class StagingExtension:
-    """What a vLLM worker gains, for `collective_rpc`: the staging phase, which vLLM's own interface lacks."""
+    """What a vLLM worker gains, for `collective_rpc`: what vLLM's own interface lacks."""
 
     weight_transfer_engine: StagedWeights
+    get_model: Callable[[], torch.nn.Module]
+
+    def streamrl_limit_vocabulary(self, limit: int) -> None:
+        """`limit_vocabulary` of this rank's model."""
+        limit_vocabulary(self.get_model(), limit)
 
     def streamrl_stage(self, manifest: bytes, path: str) -> None:
         """`StagedWeights.stage` on this rank."""

@@ -46,21 +46,22 @@ def run_token_file(cfg: Config, home: RunDir) -> Path:
 
 
 def make_launcher(
-    cfg: Config, home: RunDir, model_dir: Path, split: DeviceSplit, token_file: Path
+    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, token_file: Path
 ) -> Launcher:
     """The launcher of the run's local instances and of its endpoints.
 
     Args:
         cfg: The run's configuration.
         home: The run directory.
-        model_dir: The policy's checkpoint.
+        inputs: The policy's checkpoint and its tokenizer.
         split: Which instance runs on what.
         token_file: The shared secret.
 
     Raises:
         UserError: An endpoint is no address, named twice, or on another machine without `security.insecure`.
     """
-    specs = local_specs(cfg, model_dir, split, token_file.absolute(), home.fence)
+    limit = inputs.tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
+    specs = local_specs(cfg, inputs.model_dir, split, token_file.absolute(), home.fence, limit)
     local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
     if not cfg.gen.endpoints:
         return local
@@ -117,7 +118,7 @@ def open_generation(
     token_file = run_token_file(cfg, home)
     token = net.read_token(str(token_file))
     with _open_store(cfg, home, token) as store:
-        launcher = make_launcher(cfg, home, inputs.model_dir, split, token_file)
+        launcher = make_launcher(cfg, home, inputs, split, token_file)
         controller = Controller(
             ControlSettings.of(cfg),
             home.fence,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl_jax.config import Config
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec, write_spec
 from streamrl_jax.setup.devices import DeviceSplit
@@ -15,13 +16,14 @@ from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.types import Fence
 
 
-def engine_options(config: Config, model: str, device: str) -> EngineOptions:
+def engine_options(config: Config, model: str, device: str, vocab_limit: int | None) -> EngineOptions:
     """The engine that a configuration asks for.
 
     Args:
         config: `gen` and the limits of `data` count.
         model: The checkpoint's directory; its weights are not read.
         device: The instance's entry of a split, as in `gen.devices`; empty: what vLLM finds.
+        vocab_limit: From `Tokenizer.vocab_limit`.
 
     Returns:
         The options.
@@ -39,11 +41,17 @@ def engine_options(config: Config, model: str, device: str) -> EngineOptions:
         gpu_memory_utilization=gen.gpu_memory_utilization,
         enforce_eager=gen.enforce_eager,
         enable_prefix_caching=gen.enable_prefix_caching,
+        vocab_limit=vocab_limit,
     )
 
 
 def local_specs(
-    config: Config, model: Path, split: DeviceSplit, token_file: Path, fence: Fence
+    config: Config,
+    model: Path,
+    split: DeviceSplit,
+    token_file: Path,
+    fence: Fence,
+    vocab_limit: int | None,
 ) -> tuple[InstanceSpec, ...]:
     """The instances that a run starts on its own machine.
 
@@ -53,6 +61,7 @@ def local_specs(
         split: Which instance runs on what.
         token_file: Holds the secret that run and instances share.
         fence: This life of the run; the instances serve no other.
+        vocab_limit: From `Tokenizer.vocab_limit`.
 
     Returns:
         One specification an instance, `instance-0` and so on.
@@ -60,7 +69,7 @@ def local_specs(
     return tuple(
         InstanceSpec(
             name=f"instance-{index}",
-            engine=engine_options(config, str(model), device),
+            engine=engine_options(config, str(model), device, vocab_limit),
             listen=f"{config.gen.listen}:0",
             insecure=config.security.insecure,
             token_file=str(token_file),
@@ -87,7 +96,7 @@ def standalone_spec(
         The specification.
 
     Raises:
-        UserError: `gen.devices` names several instances' devices.
+        UserError: `gen.devices` names several instances' devices, or the tokenizer cannot be read.
     """
     devices = config.gen.devices
     if len(devices) > 1:
@@ -95,9 +104,11 @@ def standalone_spec(
             f"gen.devices has {len(devices)} entries, and streamrl gen is one instance: give it its own, as "
             f"in 'gen.devices=[\"{devices[0]}\"]', or gen.devices=[] for what vLLM finds."
         )
+    masked = config.rollout.mask_padded_vocab
+    vocab_limit = Tokenizer.load(model).vocab_limit(masked=True) if masked else None
     return InstanceSpec(
         name=name or f"{socket.gethostname()}-{listen.rpartition(':')[2]}",
-        engine=engine_options(config, str(model), devices[0] if devices else ""),
+        engine=engine_options(config, str(model), devices[0] if devices else "", vocab_limit),
         listen=listen,
         insecure=config.security.insecure,
         token_file=str(token_file or config.security.token_file),

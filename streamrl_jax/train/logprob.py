@@ -8,6 +8,8 @@ padding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.train.mesh import batch_shards, named_sharding
+
+_NEVER: Final = -1e9
+"""Logit of an id that is never sampled. Its probability is 0 exactly; being finite, it leaves 0 and not NaN where a
+masked sum or the entropy multiplies it by 0."""
 
 
 def predicted(segment_ids: Int[Array, "rows len"]) -> Bool[Array, "rows len"]:
@@ -46,11 +52,13 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int,
+    vocab_limit: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
     """log softmax(logits_{t-1} / temperature)[token_t] and the entropy of that distribution.
 
-    Every row of the head has its probability, also one that pads the vocabulary: the generator samples from them all.
+    The softmax is over the ids that the generator samples from: those below `vocab_limit`. Rows of the head that pad
+    the vocabulary beyond it have probability 0 and gradient 0.
 
     The logits of all tokens never exist at once: the rows are worked off in slices of columns, and the
     backward pass computes each slice's logits again. The result does not depend on `chunk` or `mesh`.
@@ -62,6 +70,7 @@ def token_logprobs(
         segment_ids: Which packed sequence a token belongs to, 0 for padding.
         temperature: What the logits are divided by, as when the tokens were sampled; above 0.
         chunk: About how many tokens of a data-parallel rank have logits at the same time; 0 for all of them.
+        vocab_limit: Ids from here on are not in the distribution (`Tokenizer.vocab_limit`); None: all are.
         mesh: The mesh that rows and head are split over; None for a single device.
 
     Returns:
@@ -73,10 +82,7 @@ def token_logprobs(
     # The state at t - 1 and the token t, side by side; what is rolled around to column 0 is masked below.
     states = jnp.roll(hidden, 1, axis=1).reshape(ranks, rows // ranks, length, -1)
     weight = _one_for_each_rank(head_weight.astype(hidden.dtype), ranks, mesh)
-
-    def score(states: Array, targets: Array, weight: Array) -> tuple[Array, Array]:
-        return _score(states, targets, weight, temperature)
-
+    score = partial(_score, temperature=temperature, vocab_limit=vocab_limit)
     targets = tokens.reshape(ranks, rows // ranks, length)
     if columns == length:
         results = score(states, targets, weight)
@@ -106,10 +112,14 @@ def _score(
     states: Float[Array, "ranks rows columns embed"],
     targets: Int[Array, "ranks rows columns"],
     weight: Float[Array, "ranks vocab embed"],
+    *,
     temperature: float,
+    vocab_limit: int | None,
 ) -> tuple[Float[Array, "ranks rows columns"], Float[Array, "ranks rows columns"]]:
     logits = jnp.einsum("nrce,nve->nrcv", states, weight, preferred_element_type=jnp.float32) / temperature
     ids = jnp.arange(weight.shape[1])
+    if vocab_limit is not None:
+        logits = jnp.where(ids < vocab_limit, logits, _NEVER)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum instead of a gather: it stays local when the vocabulary is split over devices.
     chosen = jnp.sum(jnp.where(ids == targets[..., None], logits, 0.0), axis=-1)

@@ -39,6 +39,8 @@ T = TypeVar("T")
 ARCHITECTURE = "Qwen2ForCausalLM"
 STOP_ID = 1
 VOCABULARY = 96
+"""Ids of a tokenizer, if there were one; the models' vocabularies are padded beyond it."""
+PADDED_VOCABULARY = 104
 FENCE = Fence("engine-tests", 0)
 START_S = 600.0
 
@@ -60,10 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def make_model(seed: int) -> Qwen2ForCausalLM:
-    """A tiny tied Qwen2 model with random float32 weights, wide enough that probabilities differ."""
+    """A tiny tied Qwen2 model with random float32 weights, wide enough that probabilities differ.
+
+    Left to themselves, the ids that pad its vocabulary would be sampled more often than all others together.
+    """
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=PADDED_VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -78,6 +83,8 @@ def make_model(seed: int) -> Qwen2ForCausalLM:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # Hugging Face initialises them with 0, which would hide a lost one
             torch.nn.init.normal_(parameter, std=0.08)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[VOCABULARY:] *= 8
     return model
 
 
@@ -92,9 +99,10 @@ def checkpoint_arrays(model: Qwen2ForCausalLM) -> dict[str, np.ndarray]:
 def reference_logprobs(
     model: Qwen2ForCausalLM, prompt: Sequence[int], answer: Sequence[int], temperature: float
 ) -> np.ndarray:
-    """Hugging Face's float32 log-probs of an answer's tokens."""
+    """Log-probs of an answer's tokens by Hugging Face's float32 forward pass, among the ids that do not pad."""
     ids = torch.tensor([[*prompt, *answer]])
-    logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
+    logits = model(ids).logits[0, :, :VOCABULARY].float()
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
     rows = logprobs[len(prompt) - 1 : -1]
     return rows.gather(1, torch.tensor(answer)[:, None])[:, 0].numpy()
 
@@ -254,6 +262,7 @@ def make_launcher(model_dir: Path, run_dir: Path, ranks: int = 1) -> LocalLaunch
         tensor_parallel_size=ranks,
         device=f"cpu:{','.join(map(str, cores))}",
         kv_cache_gib=0.25,
+        vocab_limit=VOCABULARY,
     )
     return LocalLauncher([InstanceSpec("instance-0", engine, fence=FENCE)], run_dir, run_seed=7)
 

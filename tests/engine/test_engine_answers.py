@@ -19,7 +19,15 @@ from streamrl_jax.types import (
     Sampling,
     VersionRun,
 )
-from tests.engine.conftest import FENCE, STOP_ID, VOCABULARY, Rig, make_model, reference_logprobs
+from tests.engine.conftest import (
+    FENCE,
+    PADDED_VOCABULARY,
+    STOP_ID,
+    VOCABULARY,
+    Rig,
+    make_model,
+    reference_logprobs,
+)
 
 TRAINING = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=(STOP_ID, 2))
 
@@ -100,7 +108,7 @@ def test_greedy_evaluation_follows_the_most_probable_token(rig: Rig) -> None:
         ids = assignment.prompt_ids.tolist()
         for token in answer.token_ids.tolist():
             with torch.no_grad():
-                assert token == int(rig.model(torch.tensor([ids])).logits[0, -1].argmax())
+                assert token == int(rig.model(torch.tensor([ids])).logits[0, -1, :VOCABULARY].argmax())
             ids.append(token)
 
 
@@ -167,7 +175,7 @@ def test_the_longest_goes_first(rig: Rig) -> None:
 
 
 def test_an_id_outside_the_vocabulary_is_refused(rig: Rig) -> None:
-    unknown = Assignment(rig.sample_id(), 0, np.array([VOCABULARY], np.int32), TRAINING)
+    unknown = Assignment(rig.sample_id(), 0, np.array([PADDED_VOCABULARY], np.int32), TRAINING)
 
     async def work() -> Rejection:
         await rig.assign([unknown])
@@ -178,7 +186,7 @@ def test_an_id_outside_the_vocabulary_is_refused(rig: Rig) -> None:
 
     rejection = rig.loop.run(work())
     assert (rejection.sample_id, rejection.reason) == (unknown.sample_id, RejectReason.INVALID)
-    assert f"vocabulary of {VOCABULARY}" in rejection.message
+    assert f"vocabulary of {PADDED_VOCABULARY}" in rejection.message
 
 
 def test_new_weights_reach_every_parameter_of_a_tied_model(rig: Rig) -> None:

@@ -358,7 +358,7 @@ def test_a_dry_run_tells_devices_processes_and_environment(project: Path) -> Non
     assert "does not show" not in text
     text = dry(TWO_CORES)
     assert "# trainer     CPU\n# instance-0  cores 0\n# instance-1  cores 1\n" in text
-    options = engine_options(plan_start([Path("base.toml")], []).config, "model", "cpu:1")
+    options = engine_options(plan_start([Path("base.toml")], []).config, "model", "cpu:1", None)
     (last,) = [line for line in text.splitlines() if line.startswith("# instance-1") and "-m" in line]
     for name, value in engine_environment(options).items():
         assert f" {name}={shlex.quote(value)} " in last
@@ -450,13 +450,14 @@ def test_a_runs_instances_get_devices_limits_and_fence(project: Path) -> None:
     config = load_config([Path("base.toml")], overrides)
     fence = Fence("demo-1", 2)
     split = DeviceSplit(("cpu:0", "cpu:1"), ())
-    first, second = local_specs(config, project / "model", split, project / "token", fence)
+    first, second = local_specs(config, project / "model", split, project / "token", fence, 40)
     assert (first.name, second.name) == ("instance-0", "instance-1")
     assert (first.engine.device, second.engine.device) == ("cpu:0", "cpu:1")
     assert (first.fence, first.lookahead, first.listen) == (fence, 3, "127.0.0.1:0")
     assert first.token_file == str(project / "token")
     engine = first.engine
     assert (engine.max_num_seqs, engine.max_model_len, engine.seed) == (7, 32, 5)
+    assert engine.vocab_limit == 40
     assert not engine.enable_prefix_caching and engine.model == str(project / "model")
 
 
@@ -474,7 +475,7 @@ def test_gen_becomes_the_instance_that_its_options_describe(
     monkeypatch.setattr(instance, "become_instance", become)
     command = ["gen", "base.toml", "--listen", "0.0.0.0:7001", "--token-file", "secret", "--name", "far"]
     with pytest.raises(SystemExit):
-        main([*command, "gen.devices=[cpu:1]", "security.insecure=true"])
+        main([*command, "gen.devices=[cpu:1]", "security.insecure=true", "rollout.mask_padded_vocab=false"])
     (spec,) = became
     assert (spec.name, spec.listen, spec.token_file, spec.insecure) == ("far", "0.0.0.0:7001", "secret", True)
     assert (spec.engine.device, spec.fence) == ("cpu:1", None)
@@ -484,6 +485,6 @@ def test_one_instance_takes_the_devices_of_one(project: Path) -> None:
     config = load_config([Path("base.toml")], ["gen.devices=[cpu:0,cpu:1]"])
     with pytest.raises(UserError, match=r"gen\.devices has 2 entries, and streamrl gen is one instance"):
         standalone_spec(config, Path("model"), "127.0.0.1:0")
-    one = load_config([Path("base.toml")], ["security.token_file=base.toml"])
+    one = load_config([Path("base.toml")], ["security.token_file=base.toml", "rollout.mask_padded_vocab=false"])
     spec = standalone_spec(one, Path("model"), "127.0.0.1:7001")
     assert spec.name.endswith("-7001") and (spec.engine.device, spec.token_file) == ("", "base.toml")
