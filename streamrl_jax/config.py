@@ -340,7 +340,7 @@ class Config(Section):
         """Whether pi_start's log-probs need a forward pass of their own: they are read, and updates are several."""
         correction = self.algorithm.rollout_correction
         reads = not correction.bypass_mode or correction.rollout_rs != "none"
-        return reads and not (self.mini_batches == 1 and self.actor.ppo_epochs == 1)
+        return reads and not self.single_update
 
     @property
     def uses_reference(self) -> bool:
@@ -354,10 +354,11 @@ class Config(Section):
         return self.data.train_batch_size // mini if mini else 1
 
     @property
+    def single_update(self) -> bool:
+        """Whether an iteration takes one optimizer step, on all of its samples."""
+        return self.mini_batches == 1 and self.actor.ppo_epochs == 1
+
+    @property
     def streams(self) -> bool:
         """Whether gradients accumulate while samples still arrive (one optimizer step an iteration)."""
-        return (
-            self.mini_batches == 1
-            and self.actor.ppo_epochs == 1
-            and not (self.whitens and self.algorithm.whiten_advantages == "batch")
-        )
+        return self.single_update and not (self.whitens and self.algorithm.whiten_advantages == "batch")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64, Int
 
+from streamrl_jax.config import AlgorithmSection
 from streamrl_jax.train.moments import Moments
+from streamrl_jax.train.segments import carry_from_right, last_of_segment
 
 # A spread this small beside the values is what rounding leaves of equal ones (float32 resolves 6e-8).
 _ROUNDING = 1e-5
@@ -55,28 +57,14 @@ def gae(
     Returns:
         Advantages and returns, float32, 0 outside the mask.
     """
-    last = segment_ids != jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    last = last_of_segment(segment_ids)
     values = jnp.where(mask, values.astype(jnp.float32), 0.0)
     kept_rewards = jnp.where(mask, rewards.astype(jnp.float32), 0.0)
-    carried = _carry_from_right(jnp.where(mask, 0.0, 1.0), values, last)
+    carried = carry_from_right(jnp.where(mask, 0.0, 1.0), values, last)
     next_values = jnp.where(last, 0.0, jnp.roll(carried, -1, axis=1))
     deltas = jnp.where(mask, kept_rewards + gamma * next_values - values, 0.0)
-    advantages = _carry_from_right(jnp.where(mask, gamma * lam, 1.0), deltas, last)
+    advantages = carry_from_right(jnp.where(mask, gamma * lam, 1.0), deltas, last)
     return jnp.where(mask, advantages, 0.0), jnp.where(mask, advantages + values, 0.0)
-
-
-def _carry_from_right(
-    factors: Float[Array, "rows len"], terms: Float[Array, "rows len"], last: Bool[Array, "rows len"]
-) -> Float[Array, "rows len"]:
-    """x_t = terms_t + factors_t x_{t+1}, beginning anew at the last token of each segment; log(len) deep."""
-
-    def compose(right: tuple[Array, Array], left: tuple[Array, Array]) -> tuple[Array, Array]:
-        return left[0] * right[0], left[0] * right[1] + left[1]
-
-    _, result = jax.lax.associative_scan(
-        compose, (jnp.where(last, 0.0, factors), terms), reverse=True, axis=1
-    )
-    return result
 
 
 @dataclass(frozen=True)
@@ -95,6 +83,29 @@ def whitening(statistics: Moments) -> Whitening:
     deviation = math.sqrt(statistics.variance)
     magnitude = math.hypot(float(statistics.mean), deviation)
     return Whitening(float(statistics.mean), 0.0 if deviation <= _ROUNDING * magnitude else 1.0 / deviation)
+
+
+def group_advantage(settings: AlgorithmSection) -> GroupAdvantage:
+    """The group advantage of `algorithm.adv_estimator`.
+
+    Args:
+        settings: `adv_estimator` and `norm_adv_by_std_in_grpo`.
+
+    Returns:
+        GRPO's, RLOO's, or for REINFORCE++ with a baseline the centred scores, which are whitened over the batch later.
+
+    Raises:
+        ValueError: The estimator takes nothing from the group.
+    """
+    match settings.adv_estimator:
+        case "grpo":
+            return partial(group_advantages, divide_by_std=settings.norm_adv_by_std_in_grpo)
+        case "rloo":
+            return leave_one_out_advantages
+        case "reinforce_plus_plus_baseline":
+            return partial(group_advantages, divide_by_std=False)
+        case other:
+            raise ValueError(f"algorithm.adv_estimator = {other!r} takes no advantage from the group")
 
 
 def group_advantages(
@@ -122,15 +133,18 @@ def group_advantages(
 def leave_one_out_advantages(scores: Float64[np.ndarray, " group"]) -> Float64[np.ndarray, " group"]:
     """RLOO's advantage (arXiv 2402.14740): r_i minus the mean of the other answers' rewards.
 
-    Args and Raises as `group_advantages`. Use it with `algorithm.advantage_fn`.
+    Args and Raises as `group_advantages`.
     """
     return _centred(scores) * (len(scores) / (len(scores) - 1))
+
+
+def level(scores: Float64[np.ndarray, " group"]) -> bool:
+    """Whether all scores of a group are equal up to rounding: such a group teaches nothing."""
+    return bool(np.ptp(scores) <= _ROUNDING * np.abs(scores).max())
 
 
 def _centred(scores: Float64[np.ndarray, " group"]) -> Float64[np.ndarray, " group"]:
     if len(scores) < 2:
         raise ValueError(f"a group of {len(scores)} has no baseline: give at least two answers per prompt")
     scores = np.asarray(scores, np.float64)
-    if np.ptp(scores) <= _ROUNDING * np.abs(scores).max():
-        return np.zeros_like(scores)
-    return scores - scores.mean()
+    return np.zeros_like(scores) if level(scores) else scores - scores.mean()

@@ -88,7 +88,7 @@ class AgreementGate:
         jobs = self._controller.probe(version, self._prompts, self._sampling)
         samples = [sample for job in jobs for sample in arriving(self._controller, job, bound, self._stop)]
         answers = [generated_answer(sample.prompt, sample.generation) for sample in samples]
-        micros = pack_all(answers, trainer.shape, self._cfg.actor.loss_agg_mode)
+        micros = pack_all(answers, trainer.shape)
         params = trainer.state.actor.params
         scored = [
             (micro, jax.device_get(self._steps.score(params, self._steps.place(micro.rows))))
@@ -99,14 +99,25 @@ class AgreementGate:
     def check(self, iteration: int, result: IterationResult) -> None:
         """Judges the iteration; what was probed counts where there is a probe.
 
+        An iteration whose update was refused (`trainer.on_non_finite`) is not judged: its log-probs may be no numbers.
+
         Raises:
-            UserError: The policy says stop, or an update was refused because something was not finite.
+            UserError: The policy says stop, or an update was refused and the configuration says stop.
         """
-        if result.refused:
-            raise UserError(
-                f"iteration {iteration}: loss or gradient is not finite, and the update was refused. The "
-                "iteration's samples are in samples/. Lower actor.optim.lr, or look at the rewards; --resume goes on "
-                "from the last checkpoint"
+        if result.refusal is not None:
+            text = f"iteration {iteration}: the update was refused: {result.refusal}"
+            if self._cfg.trainer.on_non_finite == "stop":
+                raise UserError(
+                    f"{text}. The iteration's samples are in samples/, the weights are as they were. Look at the "
+                    "reward function, or lower actor.optim.lr; --resume goes on from the last checkpoint, and "
+                    "trainer.on_non_finite = 'skip' passes over such iterations"
+                )
+            log.warning("%s; it is passed over, with the weights as they were", text)
+            return
+        if result.metrics.get("training/update_empty"):
+            log.warning(
+                "iteration %d: nothing to train on: every answer was left out or masked; the weights stay as they were",
+                iteration,
             )
         compared = self._probed or result.agreement
         reached = compared.quantile(self._cfg.agreement.quantile)

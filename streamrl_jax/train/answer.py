@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from streamrl_jax.config import Config
+from streamrl_jax.rewards.overlong import overlong_penalty
 from streamrl_jax.types import FinishReason, Generation, Logprobs, Prompt, Sample, TokenIds, expand_runs
 
 
@@ -19,11 +21,13 @@ class Answer:
     response_ids: TokenIds
     logprobs: Logprobs  # behaviour log-probs; zeros where there is no behaviour (supervised)
     versions: TokenIds  # version of each token
-    reward: float = 0.0
+    score: float = 0.0  # the reward function's
+    reward: float = 0.0  # what is learned from: the score, shaped
     advantage: float = 0.0  # of all its tokens, where the group gives it
     prompt_id: str = ""
     instance: str = ""
     truncated: bool = False  # ended by the length limit
+    trained: bool = True  # False: its tokens are in no loss and in no denominator
 
     def __post_init__(self) -> None:
         count = len(self.response_ids)
@@ -36,21 +40,22 @@ class Answer:
                 f"sample {self.name}: {count} answer tokens, {len(self.logprobs)} log-probs, "
                 f"{len(self.versions)} versions"
             )
-        if not (
-            np.isfinite(self.logprobs).all() and math.isfinite(self.reward) and math.isfinite(self.advantage)
-        ):
-            raise ValueError(
-                f"sample {self.name} from {self.instance or 'no instance'}: reward {self.reward}, advantage "
-                f"{self.advantage}, lowest log-prob {self.logprobs.min()}; all must be finite"
-            )
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def non_finite(self) -> str:
+        """Which of its numbers is not finite; empty if all are. Such an answer cannot be trained on."""
+        if not np.isfinite(self.logprobs).all():
+            return f"a log-prob of instance {self.instance or 'unnamed'} is not finite"
+        for what in ("reward", "advantage"):
+            if not math.isfinite(value := getattr(self, what)):
+                return f"its {what} is {value}"
+        return ""
 
-def generated_answer(
-    prompt: Prompt, generation: Generation, reward: float = 0.0, advantage: float = 0.0
-) -> Answer:
+
+def generated_answer(prompt: Prompt, generation: Generation) -> Answer:
     """What the trainer needs of a finished generation.
 
     Raises:
@@ -64,17 +69,48 @@ def generated_answer(
         response_ids=generation.token_ids,
         logprobs=generation.logprobs,
         versions=expand_runs(generation.versions),
-        reward=reward,
-        advantage=advantage,
         prompt_id=prompt.prompt_id,
         instance=generation.instance,
         truncated=generation.finish_reason is FinishReason.LENGTH,
     )
 
 
-def sampled_answer(sample: Sample, advantage: float = 0.0) -> Answer:
-    """`generated_answer` of a rewarded sample."""
-    return generated_answer(sample.prompt, sample.generation, sample.reward, advantage)
+@dataclass(frozen=True)
+class Shaping:
+    """What an answer's length does to its reward, and to whether it is trained on (DAPO, arXiv 2503.14476).
+
+    Attributes:
+        limit: `data.max_response_length`.
+        buffer_len: `reward.overlong_buffer.len`, section 3.4, eq. 13.
+        penalty_factor: `reward.overlong_buffer.penalty_factor`.
+        mask_truncated: `algorithm.mask_truncated_completions`, section 3.4, overlong filtering.
+    """
+
+    limit: int = 0
+    buffer_len: int = 0
+    penalty_factor: float = 1.0
+    mask_truncated: bool = False
+
+    @classmethod
+    def of(cls, cfg: Config) -> Shaping:
+        """What the configuration asks for."""
+        buffer = cfg.reward.overlong_buffer
+        masks = cfg.algorithm.mask_truncated_completions
+        return cls(cfg.data.max_response_length, buffer.len, buffer.penalty_factor, masks)
+
+
+def sampled_answer(sample: Sample, shaping: Shaping = Shaping()) -> Answer:
+    """`generated_answer` of a rewarded sample, with the reward that is learned from."""
+    answer = generated_answer(sample.prompt, sample.generation)
+    penalty = overlong_penalty(
+        len(answer.response_ids), shaping.limit, shaping.buffer_len, shaping.penalty_factor
+    )
+    return replace(
+        answer,
+        score=sample.reward,
+        reward=sample.reward + penalty,
+        trained=not (answer.truncated and shaping.mask_truncated),
+    )
 
 
 def taught_answer(name: str, prompt_ids: TokenIds, answer_ids: TokenIds) -> Answer:

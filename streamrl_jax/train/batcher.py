@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from streamrl_jax.train.aggregate import AggregationMode, Size, token_weight
 from streamrl_jax.train.answer import Answer
 from streamrl_jax.train.shapes import BatchShape
 
@@ -30,7 +29,6 @@ class Rows(Generic[A]):
     behaviour_logprobs: A  # float32
     rewards: A  # float32, the score at the answer's last token, else 0
     advantages: A  # float32, the group's, at answer tokens
-    weights: A  # float32, `aggregate.token_weight` at answer tokens, else 0
 
 
 HostRows = Rows[np.ndarray]
@@ -66,11 +64,6 @@ class MicroBatch:
     placements: tuple[Placement, ...]
 
     @property
-    def size(self) -> Size:
-        """Tokens and sequences that are trained on."""
-        return Size(sum(len(p.answer.response_ids) for p in self.placements), len(self.placements))
-
-    @property
     def used(self) -> int:
         """Tokens of prompts and answers."""
         return sum(len(p.answer) for p in self.placements)
@@ -89,16 +82,14 @@ class MicroBatcher:
     Invariant: each answer added is in exactly one micro-batch returned, whole.
     """
 
-    def __init__(self, shape: BatchShape, mode: AggregationMode, *, pack: bool = True) -> None:
+    def __init__(self, shape: BatchShape, *, pack: bool = True) -> None:
         """Starts empty.
 
         Args:
             shape: Row length and row counts.
-            mode: `actor.loss_agg_mode`, which sets the tokens' weights.
             pack: Whether a row may hold several answers.
         """
         self._shape = shape
-        self._mode: AggregationMode = mode
         self._pack = pack
         self._shortest = shape.row_len
         self._clear()
@@ -136,7 +127,7 @@ class MicroBatcher:
         self._clear()
         if not filled:
             return []
-        return [_pack_rows(filled, self._shape.fitting(len(filled)), self._shape.row_len, self._mode)]
+        return [_pack_rows(filled, self._shape.fitting(len(filled)), self._shape.row_len)]
 
     def _row_for(self, length: int) -> int | None:
         fits = [row for row, room in enumerate(self._room) if room >= length]
@@ -147,38 +138,35 @@ class MicroBatcher:
         self._room = [self._shape.row_len] * self._shape.full
 
 
-def pack_all(
-    answers: Sequence[Answer], shape: BatchShape, mode: AggregationMode, *, pack: bool = True
-) -> list[MicroBatch]:
+def pack_all(answers: Sequence[Answer], shape: BatchShape, *, pack: bool = True) -> list[MicroBatch]:
     """Packs answers that are all there, the longest first, which leaves the least padding."""
-    batcher = MicroBatcher(shape, mode, pack=pack)
+    batcher = MicroBatcher(shape, pack=pack)
     batches: list[MicroBatch] = []
     for answer in sorted(answers, key=len, reverse=True):
         batches.extend(batcher.add(answer))
     return batches + batcher.flush()
 
 
-def _pack_rows(filled: list[list[Answer]], rows: int, length: int, mode: AggregationMode) -> MicroBatch:
+def _pack_rows(filled: list[list[Answer]], rows: int, length: int) -> MicroBatch:
     arrays = empty_rows(rows, length)
     placements: list[Placement] = []
     for row, answers in enumerate(filled):
         start = 0
         for segment, answer in enumerate(answers, start=1):
             placement = Placement(answer, row, start)
-            _write(arrays, placement, segment, mode)
+            _write(arrays, placement, segment)
             placements.append(placement)
             start += len(answer)
     return MicroBatch(arrays, tuple(placements))
 
 
-def _write(arrays: HostRows, placement: Placement, segment: int, mode: AggregationMode) -> None:
+def _write(arrays: HostRows, placement: Placement, segment: int) -> None:
     answer, response = placement.answer, placement.response
     whole = placement.row, slice(placement.start, placement.start + len(answer))
     arrays.tokens[whole] = np.concatenate([answer.prompt_ids, answer.response_ids])
     arrays.positions[whole] = np.arange(len(answer))
     arrays.segment_ids[whole] = segment
-    arrays.response_mask[response] = True
+    arrays.response_mask[response] = answer.trained
     arrays.behaviour_logprobs[response] = answer.logprobs
     arrays.rewards[placement.row, response[1].stop - 1] = answer.reward
     arrays.advantages[response] = answer.advantage
-    arrays.weights[response] = token_weight(mode, len(answer.response_ids))

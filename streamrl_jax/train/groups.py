@@ -18,12 +18,12 @@ class Groups:
     Invariant: what a group's answers get does not depend on the order in which they came.
     """
 
-    def __init__(self, n: int, advantage: GroupAdvantage) -> None:
+    def __init__(self, n: int, advantage: GroupAdvantage | None) -> None:
         """Starts empty.
 
         Args:
             n: Answers per prompt.
-            advantage: Scores of a group, ordered by sample id -> advantages.
+            advantage: Rewards of a group, ordered by sample id -> advantages; None: they come from elsewhere.
         """
         self._n = n
         self._advantage = advantage
@@ -33,7 +33,7 @@ class Groups:
         """Takes an answer.
 
         Returns:
-            The whole group with its advantages if this was the last one, else nothing.
+            The whole group, with its advantages, if this was the last one, else nothing.
 
         Raises:
             ValueError: The advantage function gave a wrong shape.
@@ -44,6 +44,8 @@ class Groups:
             return []
         del self._waiting[answer.prompt_id]
         group.sort(key=attrgetter("name"))
+        if self._advantage is None:
+            return group
         advantages = np.asarray(self._advantage(np.array([answer.reward for answer in group], np.float64)))
         if advantages.shape != (self._n,):
             raise ValueError(

@@ -6,7 +6,7 @@ All losses here are *sums* over the micro-batch's tokens; the division by the gl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,11 @@ from jaxtyping import Array, Float
 
 from streamrl_jax.config import Config
 from streamrl_jax.train.advantage import Whitening, gae
-from streamrl_jax.train.aggregate import masked_sum
+from streamrl_jax.train.aggregate import Aggregation, Size, masked_sum, size_of
+from streamrl_jax.train.correction import Corrected, correct
+from streamrl_jax.train.kl import kl_estimate
 from streamrl_jax.train.logprob import shift_values, token_logprobs
-from streamrl_jax.train.loss import PolicyInputs, PolicyLoss, clipped_value_loss, kl_estimate
+from streamrl_jax.train.loss import PolicyInputs, PolicyLoss, clipped_value_loss
 from streamrl_jax.train.models import Model, Params
 from streamrl_jax.train.moments import Moments, moments
 from streamrl_jax.train.state import DeviceRows
@@ -32,6 +34,8 @@ class Prepared:
     Attributes:
         rows: The micro-batch.
         reference_logprobs: The frozen reference's; None if it is not used.
+        start_logprobs: The policy's at the start of the iteration; None where that is the policy itself (a single
+            update), or where nothing reads them.
         advantages: Before whitening.
         values: The critic's at the start of the iteration; None without one, as `returns`.
         returns: What the values are fitted to.
@@ -39,6 +43,7 @@ class Prepared:
 
     rows: DeviceRows
     reference_logprobs: Float[Array, "rows len"] | None
+    start_logprobs: Float[Array, "rows len"] | None
     advantages: Float[Array, "rows len"]
     values: Float[Array, "rows len"] | None = None
     returns: Float[Array, "rows len"] | None = None
@@ -50,14 +55,16 @@ class Tally:
     """What one micro-batch adds to the metrics; keys are the metrics' names.
 
     Attributes:
-        weighted: Sums with the tokens' weights; the denominator is that of the loss.
         means: Moments over kept tokens of what is reported as its mean.
         spreads: Moments over kept tokens of what is reported as mean, highest and lowest.
+        weighted: Sums with the tokens' weights; the denominator is that of the loss.
+        size: What those sums cover.
     """
 
-    weighted: dict[str, Float[Array, ""]]
     means: dict[str, Moments]
-    spreads: dict[str, Moments]
+    spreads: dict[str, Moments] = field(default_factory=dict)
+    weighted: dict[str, Float[Array, ""]] = field(default_factory=dict)
+    size: Size = field(default_factory=Size)
 
 
 def policy_logprobs(
@@ -97,6 +104,11 @@ class Objective:
     cfg: Config
     loss: PolicyLoss
 
+    @property
+    def aggregation(self) -> Aggregation:
+        """How the policy's loss becomes one number."""
+        return Aggregation.of(self.cfg)
+
     def logprobs(
         self, params: Params, rows: DeviceRows
     ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
@@ -119,25 +131,32 @@ class Objective:
         self,
         rows: DeviceRows,
         reference_logprobs: Float[Array, "rows len"] | None,
+        start_logprobs: Float[Array, "rows len"] | None,
         values: Float[Array, "rows len"] | None,
     ) -> tuple[Prepared, Tally]:
-        """Advantages, from the values if there is a critic, else those that the group gave."""
+        """Advantages: from the values if there is a critic, from the returns alone, or those that the group gave.
+
+        REINFORCE++ (arXiv 2501.03262) is GAE without values: its advantage is the return that follows a token.
+        """
+        settings, mask = self.cfg.algorithm, rows.response_mask
+        if self.cfg.uses_groups:
+            spreads = {"critic/advantages_raw": moments(rows.advantages, mask)}
+            return Prepared(rows, reference_logprobs, start_logprobs, rows.advantages), Tally({}, spreads)
         rewards, means = self._token_rewards(rows, reference_logprobs)
-        if values is None:
-            return Prepared(rows, reference_logprobs, rows.advantages), Tally({}, means, {})
-        settings = self.cfg.algorithm
-        values = jax.lax.stop_gradient(values)
+        baseline = jnp.zeros_like(rewards) if values is None else jax.lax.stop_gradient(values)
         advantages, returns = gae(
-            rewards, values, rows.response_mask, rows.segment_ids, gamma=settings.gamma, lam=settings.lam
+            rewards, baseline, mask, rows.segment_ids, gamma=settings.gamma, lam=settings.lam
         )
-        mask = rows.response_mask
         spreads = {
             "critic/advantages_raw": moments(advantages, mask),
-            "critic/values": moments(values, mask),
             "critic/returns": moments(returns, mask),
-            "critic/value_errors": moments(returns - values, mask),
         }
-        return Prepared(rows, reference_logprobs, advantages, values, returns), Tally({}, means, spreads)
+        if values is None:
+            return Prepared(rows, reference_logprobs, start_logprobs, advantages), Tally(means, spreads)
+        spreads["critic/values"] = moments(baseline, mask)
+        spreads["critic/value_errors"] = moments(returns - baseline, mask)
+        prepared = Prepared(rows, reference_logprobs, start_logprobs, advantages, baseline, returns)
+        return prepared, Tally(means, spreads)
 
     def value_loss(
         self, values: Float[Array, "rows len"], prepared: Prepared
@@ -148,7 +167,7 @@ class Objective:
         loss, clipped = clipped_value_loss(values, prepared.values, prepared.returns, clip=clip)
         mask = prepared.rows.response_mask
         means = {"critic/vf_loss": moments(loss, mask), "critic/vf_clipfrac": moments(clipped, mask)}
-        return masked_sum(loss, mask), Tally({}, means, {})
+        return masked_sum(loss, mask), Tally(means)
 
     def policy_loss(
         self, params: Params, prepared: Prepared, whitening: Whitening
@@ -160,12 +179,18 @@ class Objective:
         """
         rows, settings = prepared.rows, self.cfg.actor
         logp, entropy = self.logprobs(params, rows)
+        corrected = self._corrected(prepared, logp)
+        mask = rows.response_mask if corrected is None else corrected.mask
         advantages = (prepared.advantages - whitening.mean) * whitening.scale
-        inputs = PolicyInputs(logp, rows.behaviour_logprobs, advantages, rows.response_mask, rows.segment_ids)
+        old = self._old_logprobs(prepared, logp)
+        inputs = PolicyInputs(logp, old, rows.behaviour_logprobs, advantages, mask, rows.segment_ids)
         loss, statistics = self.loss(inputs, settings)
+        if corrected is not None and corrected.weights is not None:
+            loss = loss * corrected.weights
+        weights = self.aggregation.weights(mask, rows.segment_ids)
 
         def weighted(values: Array) -> Array:
-            return masked_sum(values, rows.response_mask, rows.weights)
+            return masked_sum(values, mask, weights)
 
         sums = {"actor/pg_loss": weighted(loss), "actor/entropy": weighted(entropy)}
         total = sums["actor/pg_loss"] - settings.entropy_coeff * sums["actor/entropy"]
@@ -174,9 +199,39 @@ class Objective:
             kl = kl_estimate(logp, prepared.reference_logprobs, settings.kl_loss_type)
             sums["actor/kl_loss"] = weighted(kl)
             total += settings.kl_loss_coef * sums["actor/kl_loss"]
-        means = {f"actor/{name}": moments(values, rows.response_mask) for name, values in statistics.items()}
-        spreads = {"critic/advantages": moments(advantages, rows.response_mask)}
-        return total, (Tally(sums, means, spreads), logp)
+        means = {f"actor/{name}": moments(values, mask) for name, values in statistics.items()}
+        spreads = {"critic/advantages": moments(advantages, mask)}
+        if corrected is not None:
+            spreads |= {
+                f"rollout_corr/{name}": moments(values, rows.response_mask)
+                for name, values in corrected.statistics.items()
+            }
+        tally = Tally(means, spreads, sums, size_of(mask, rows.segment_ids))
+        return total, (tally, logp)
+
+    def _start_logprobs(
+        self, prepared: Prepared, logp: Float[Array, "rows len"]
+    ) -> Float[Array, "rows len"] | None:
+        """Those of the policy at the start of the iteration; None where they are not known."""
+        if prepared.start_logprobs is not None:
+            return prepared.start_logprobs
+        return jax.lax.stop_gradient(logp) if self.cfg.single_update else None
+
+    def _corrected(self, prepared: Prepared, logp: Float[Array, "rows len"]) -> Corrected | None:
+        start = self._start_logprobs(prepared, logp)
+        if start is None:
+            return None
+        rows = prepared.rows
+        settings = self.cfg.algorithm.rollout_correction
+        return correct(start, rows.behaviour_logprobs, rows.response_mask, rows.segment_ids, settings)
+
+    def _old_logprobs(self, prepared: Prepared, logp: Float[Array, "rows len"]) -> Float[Array, "rows len"]:
+        """What the loss's ratio is taken against."""
+        if self.cfg.algorithm.rollout_correction.bypass_mode:
+            return prepared.rows.behaviour_logprobs
+        start = self._start_logprobs(prepared, logp)
+        assert start is not None  # Config.scores_first
+        return start
 
     def _token_rewards(
         self, rows: DeviceRows, reference_logprobs: Float[Array, "rows len"] | None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from streamrl_jax.train.aggregate import AggregationMode, Size, denominator
+from streamrl_jax.train.aggregate import Aggregation, Size
 from streamrl_jax.train.answer import Answer
 from streamrl_jax.train.batcher import MicroBatch
 from streamrl_jax.train.moments import Moments, merge
@@ -19,31 +19,37 @@ from streamrl_jax.train.objective import Tally
 
 # In these the means of several updates are reported; of anything else (rates) the last.
 _AVERAGED = ("grad_norm",)
+_COUNTED = ("training/update_refused", "training/update_empty")
 
 # float32's, with room: returns are advantages plus values, so that equal ones differ by this share of the values.
 _ROUNDING = 1e-6
 
 
-def loss_metrics(tallies: Sequence[Tally], mode: AggregationMode, passes: Size) -> dict[str, float]:
-    """Losses, entropy, KL, clip shares, and the spread of advantages, values and returns.
+# Spreads that other figures are made of, and that are not logged themselves.
+_INNER = ("critic/advantages_raw", "critic/value_errors")
+
+
+def loss_metrics(tallies: Sequence[Tally], aggregation: Aggregation) -> dict[str, float]:
+    """Losses, entropy, KL, clip shares, and the spread of advantages, values, returns and importance ratios.
 
     Args:
         tallies: On the host, of every pass over every micro-batch.
-        mode: `actor.loss_agg_mode`.
-        passes: What the actor's passes cover: the iteration's size times its epochs.
+        aggregation: Of the policy's loss.
     """
     metrics: defaultdict[str, float] = defaultdict(float)
+    passes = sum((tally.size for tally in tallies), Size())
+    denominator = float(aggregation.denominator(passes))
     for tally in tallies:
         for name, total in tally.weighted.items():
-            metrics[name] += float(total) / denominator(mode, passes)
+            metrics[name] += float(total) / denominator if denominator else 0.0
     metrics |= {name: float(mean.mean) for name, mean in _merged(t.means for t in tallies).items()}
     spreads = _merged(t.spreads for t in tallies)
-    for name in ("critic/advantages", "critic/returns", "critic/values"):
-        if name in spreads:
-            metrics[f"{name}/mean"] = float(spreads[name].mean)
-            metrics[f"{name}/max"] = float(spreads[name].high)
-            metrics[f"{name}/min"] = float(spreads[name].low)
-    if "critic/returns" in spreads and _differ(spreads["critic/returns"], spreads["critic/values"]):
+    for name, spread in spreads.items():
+        if name not in _INNER and float(spread.count):
+            metrics[f"{name}/mean"] = float(spread.mean)
+            metrics[f"{name}/max"] = float(spread.high)
+            metrics[f"{name}/min"] = float(spread.low)
+    if "critic/value_errors" in spreads and _differ(spreads["critic/returns"], spreads["critic/values"]):
         unexplained = spreads["critic/value_errors"].variance / spreads["critic/returns"].variance
         metrics["critic/vf_explained_var"] = 1.0 - unexplained
     return dict(metrics)
@@ -59,16 +65,17 @@ def answer_metrics(answers: Sequence[Answer], reward_kl: float) -> dict[str, flo
     """Scores and lengths.
 
     Args:
-        answers: All of an iteration, each once.
+        answers: All of an iteration, each once, also those that are not trained on.
         reward_kl: What the KL took from the rewards of an answer, on average.
     """
-    scores = np.array([answer.reward for answer in answers])
+    scores = np.array([answer.score for answer in answers])
+    rewards = np.array([answer.reward for answer in answers])
     lengths = np.array([len(answer.response_ids) for answer in answers])
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
         "critic/score/min": float(scores.min()),
-        "critic/rewards/mean": float(scores.mean()) - reward_kl,
+        "critic/rewards/mean": float(rewards.mean()) - reward_kl,
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
@@ -77,13 +84,31 @@ def answer_metrics(answers: Sequence[Answer], reward_kl: float) -> dict[str, flo
     }
 
 
+def filter_metrics(left_out: Sequence[Answer], n: int, *, filters: bool) -> dict[str, float]:
+    """How many groups dynamic sampling left out, and how many of them for being all right or all wrong.
+
+    Args:
+        left_out: Their answers.
+        n: Answers per prompt.
+        filters: Whether `algorithm.filter_groups` is on; else there is nothing to report.
+    """
+    if not filters:
+        return {}
+    return {
+        "training/groups_left_out": len(left_out) / n,
+        "training/groups_left_out_score": float(np.mean([answer.score for answer in left_out] or [0.0])),
+    }
+
+
 def update_metrics(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Norms (their mean), rates (the last) and refusals (their number) of an iteration's updates."""
+    """Norms (their mean), rates (the last), and the numbers of refused and empty ones, of an iteration's updates."""
     metrics = {name: float(value) for name, value in reports[-1].items()}
     for name in metrics:
+        total = math.fsum(float(report[name]) for report in reports)
         if name.endswith(_AVERAGED):
-            metrics[name] = math.fsum(float(report[name]) for report in reports) / len(reports)
-    metrics["training/update_refused"] = sum(float(report["training/update_refused"]) for report in reports)
+            metrics[name] = total / len(reports)
+        elif name in _COUNTED:
+            metrics[name] = total
     return metrics
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.config import Config
-from streamrl_jax.train.aggregate import Size, masked_sum
+from streamrl_jax.train.aggregate import masked_sum, size_of
 from streamrl_jax.train.answer import Answer
 from streamrl_jax.train.batcher import empty_rows, pack_all
 from streamrl_jax.train.logprob import predicted
@@ -82,7 +82,7 @@ class SupervisedTrainer:
         network = shardings(abstract)
         rows: Any = batch_sharding(mesh)
         whole: Any = replicated(mesh)
-        sums = Gradients(network.params, whole)
+        sums = Gradients(network.params, whole, whole)
         self._gradients = jax.jit(lambda: zeros(abstract.params), out_shardings=sums)()
         self._accumulate = jax.jit(
             self._accumulate_body,
@@ -92,18 +92,18 @@ class SupervisedTrainer:
         )
         self._apply = jax.jit(
             self._apply_body,
-            in_shardings=(network, sums, whole),
+            in_shardings=(network, sums),
             out_shardings=(network, sums, whole),
             donate_argnums=(0, 1),
         )
         self._hits = jax.jit(self._hits_body, in_shardings=(network.params, rows), out_shardings=whole)
 
     def warm_up(self) -> None:
-        """Compiles for all row shapes, by running on padding; an empty batch's update is refused."""
+        """Compiles for all row shapes, by running on padding; an empty batch changes nothing."""
         for count in self.shape.rows:
             rows = place(empty_rows(count, self.shape.row_len), self._mesh)
             gradients = self._accumulate(self.network.params, self._gradients, rows)
-            self.network, self._gradients, _ = self._apply(self.network, gradients, 0.0)
+            self.network, self._gradients, _ = self._apply(self.network, gradients)
             jax.block_until_ready((self.network, self._hits(self.network.params, rows)))
 
     def update(self, examples: Sequence[Answer]) -> dict[str, float]:
@@ -113,13 +113,11 @@ class SupervisedTrainer:
             `sft/loss` (nats per token), `sft/grad_norm`, `sft/lr`, `sft/tokens`, and `sft/update_refused`: 1
             if something was not finite, and the parameters are as they were.
         """
-        size, gradients = Size(), self._gradients
-        for micro in pack_all(examples, self.shape, "token-mean"):
+        gradients = self._gradients
+        for micro in pack_all(examples, self.shape):
             gradients = self._accumulate(self.network.params, gradients, place(micro.rows, self._mesh))
-            size += micro.size
-        self.network, self._gradients, report = self._apply(self.network, gradients, float(size.tokens))
-        values = {f"sft/{name}": float(value) for name, value in jax.device_get(report).items()}
-        return values | {"sft/tokens": float(size.tokens)}
+        self.network, self._gradients, report = self._apply(self.network, gradients)
+        return {f"sft/{name}": float(value) for name, value in jax.device_get(report).items()}
 
     def greedy_accuracy(self, examples: Sequence[Answer]) -> float:
         """Share of the examples whose whole answer greedy decoding would write.
@@ -128,7 +126,7 @@ class SupervisedTrainer:
         one forward pass tells, and nothing need be generated.
         """
         right = 0
-        for micro in pack_all(examples, self.shape, "token-mean"):
+        for micro in pack_all(examples, self.shape):
             hits = np.asarray(self._hits(self.network.params, place(micro.rows, self._mesh)))
             right += sum(bool(hits[placement.response].all()) for placement in micro.placements)
         return right / len(examples)
@@ -145,15 +143,20 @@ class SupervisedTrainer:
             return masked_sum(-logp, rows.response_mask)
 
         total, gradient = jax.value_and_grad(loss)(params)
-        return add(gradients, gradient, total)
+        return add(gradients, gradient, total, size_of(rows.response_mask, rows.segment_ids))
 
     def _apply_body(
-        self, network: Network, gradients: Gradients, tokens: Float[Array, ""]
+        self, network: Network, gradients: Gradients
     ) -> tuple[Network, Gradients, dict[str, Float[Array, ""]]]:
+        tokens = jnp.asarray(gradients.size.tokens)
         new, finite, report = take_step(self._optimizer, network, gradients, tokens)
-        refused = 1.0 - finite.astype(jnp.float32)
-        report |= {"loss": gradients.loss / tokens, "update_refused": refused}
-        return choose(finite, new, network), jax.tree.map(jnp.zeros_like, gradients), report
+        report |= {
+            "loss": gradients.loss / jnp.maximum(tokens, 1),
+            "tokens": tokens.astype(jnp.float32),
+            "update_refused": 1.0 - finite.astype(jnp.float32),
+        }
+        kept = choose(finite & (tokens > 0), new, network)
+        return kept, jax.tree.map(jnp.zeros_like, gradients), report
 
     def _hits_body(self, params: Params, rows: DeviceRows) -> Bool[Array, "rows len"]:
         hidden = self._model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)

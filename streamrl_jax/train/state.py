@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
+from streamrl_jax.train.aggregate import Count, Size
 from streamrl_jax.train.batcher import HostRows, Rows
 from streamrl_jax.train.mesh import batch_sharding, replicated
 from streamrl_jax.train.models import Model, Params
@@ -61,10 +62,12 @@ class Gradients:
     Attributes:
         tree: Gradient of the summed loss, float32, sharded like the parameters.
         loss: The summed loss.
+        size: What they cover; the denominator follows from it.
     """
 
     tree: Params
     loss: Float[Array, ""]
+    size: Size
 
 
 def abstract_network(model: Model, optimizer: Optimizer) -> Network:
@@ -111,26 +114,34 @@ def shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def add(gradients: Gradients, gradient: Params, loss: Float[Array, ""]) -> Gradients:
-    """Adds a micro-batch's summed loss and its gradient."""
-    return Gradients(jax.tree.map(jnp.add, gradients.tree, gradient), gradients.loss + loss)
+def add(gradients: Gradients, gradient: Params, loss: Float[Array, ""], size: Size) -> Gradients:
+    """Adds a micro-batch's summed loss, its gradient and its size."""
+    tree = jax.tree.map(jnp.add, gradients.tree, gradient)
+    return Gradients(tree, gradients.loss + loss, gradients.size + size)
 
 
 def zeros(params: Params) -> Gradients:
     """An empty accumulator for parameters (or their abstract shapes)."""
-    return Gradients(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params), jnp.float32(0))
+    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+    return Gradients(tree, jnp.float32(0), Size(jnp.int32(0), jnp.int32(0)))
 
 
 def take_step(
-    optimizer: Optimizer, network: Network, gradients: Gradients, denominator: Float[Array, ""]
+    optimizer: Optimizer, network: Network, gradients: Gradients, denominator: Count
 ) -> tuple[Network, Bool[Array, ""], dict[str, Float[Array, ""]]]:
     """Divides by the global denominator and takes one optimizer step.
+
+    Args:
+        optimizer: The network's.
+        network: Where it stands.
+        gradients: What was accumulated.
+        denominator: Follows from their size; 0 where nothing was kept, and the caller then keeps the old network.
 
     Returns:
         The new network, whether loss and gradient are finite (if not, `choose` the old one), and the
         optimizer's report.
     """
-    mean = jax.tree.map(lambda total: total / denominator, gradients.tree)
+    mean = jax.tree.map(lambda total: total / jnp.maximum(denominator, 1), gradients.tree)
     params, opt, report = optimizer.update(mean, network.opt, network.params)
     return Network(params, opt), jnp.isfinite(gradients.loss) & jnp.isfinite(report["grad_norm"]), report
 

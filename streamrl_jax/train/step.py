@@ -11,19 +11,18 @@ rule 2). The order of the calls is `trainer.Trainer`'s.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from streamrl_jax.config import Config
 from streamrl_jax.train.advantage import Whitening
+from streamrl_jax.train.aggregate import Size, size_of
 from streamrl_jax.train.batcher import HostRows, empty_rows
-from streamrl_jax.train.loss import PolicyLoss, clipped_policy_loss
+from streamrl_jax.train.loss import POLICY_LOSSES, PolicyLoss
 from streamrl_jax.train.mesh import batch_sharding, replicated
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.train.models.decoder import Compute
@@ -62,7 +61,7 @@ class Steps:
         mesh: Mesh,
         cfg: Config,
         *,
-        policy_loss: PolicyLoss = clipped_policy_loss,
+        policy_loss: PolicyLoss | None = None,
     ) -> None:
         """Describes the programs; they compile at their first call (`warm_up`).
 
@@ -70,11 +69,10 @@ class Steps:
             arch: Of actor, critic and reference.
             mesh: From `make_mesh`.
             cfg: The run's configuration.
-            policy_loss: The loss of the policy.
+            policy_loss: The loss of the policy; None: `actor.loss_mode`'s.
         """
         self.cfg = cfg
         self.mesh = mesh
-        self.single_update = cfg.mini_batches == 1 and cfg.actor.ppo_epochs == 1
         compute = Compute(cfg.model.compute_dtype, cfg.model.remat, cfg.model.attention_block)
         self.actor = Model(arch, mesh, "lm", compute)
         self.critic = Model(arch, mesh, "value", compute) if cfg.uses_critic else None
@@ -86,7 +84,8 @@ class Steps:
         self._critic_optimizer = make_optimizer(
             cfg.critic.optim, grad_clip=cfg.critic.grad_clip, total_steps=iterations * updates
         )
-        self._objective = Objective(self.actor, self.critic, cfg, policy_loss)
+        loss = policy_loss or POLICY_LOSSES[cfg.actor.loss_mode]
+        self._objective = Objective(self.actor, self.critic, cfg, loss)
         self._abstract = abstract_state(
             abstract_network(self.actor, self._actor_optimizer),
             abstract_network(self.critic, self._critic_optimizer) if self.critic else None,
@@ -100,12 +99,12 @@ class Steps:
         rows: Any = batch_sharding(self.mesh)
         whole: Any = replicated(self.mesh)
         actor, critic = state.actor.params, state.critic.params if state.critic else None
-        actor_sum = Gradients(actor, whole)
-        critic_sum = Gradients(critic, whole) if critic else None
+        actor_sum = Gradients(actor, whole, whole)
+        critic_sum = Gradients(critic, whole, whole) if critic else None
         sums = (actor_sum, critic_sum)
         self._score = jax.jit(self._score_body, in_shardings=(actor, rows), out_shardings=rows)
         self._estimate = jax.jit(
-            self._estimate_body, in_shardings=(critic, rows, rows), out_shardings=(rows, whole)
+            self._estimate_body, in_shardings=(critic, rows, rows, rows), out_shardings=(rows, whole)
         )
         self._learn_critic_on_arrival = jax.jit(
             self._learn_critic_on_arrival_body,
@@ -125,10 +124,11 @@ class Steps:
             out_shardings=(actor_sum, whole, whole),
             donate_argnums=1,
         )
+        self._finite = jax.jit(self._finite_body, in_shardings=(sums,), out_shardings=whole)
         self._zeros = jax.jit(self._zeros_body, out_shardings=sums)
         self._apply = jax.jit(
             self._apply_body,
-            in_shardings=(state, sums, whole, whole, whole),
+            in_shardings=(state, sums, whole),
             out_shardings=(state, sums, whole),
             donate_argnums=(0, 1),
         )
@@ -173,10 +173,14 @@ class Steps:
         return self._score(params, rows)
 
     def estimate(
-        self, critic: Params | None, rows: DeviceRows, reference_logprobs: Float[Array, "rows len"] | None
+        self,
+        critic: Params | None,
+        rows: DeviceRows,
+        reference_logprobs: Float[Array, "rows len"] | None,
+        start_logprobs: Float[Array, "rows len"] | None = None,
     ) -> tuple[Prepared, Tally]:
         """Values and advantages, without learning: for several updates, or without a critic."""
-        return self._estimate(critic, rows, reference_logprobs)
+        return self._estimate(critic, rows, reference_logprobs, start_logprobs)
 
     def learn_critic_on_arrival(
         self,
@@ -212,8 +216,6 @@ class Steps:
         state: TrainState,
         gradients: Accumulators,
         *,
-        actor_denominator: float,
-        critic_denominator: float,
         learn_actor: bool = True,
     ) -> tuple[TrainState, Accumulators, UpdateReport]:
         """Divides by the global denominators and takes one optimizer step.
@@ -221,19 +223,22 @@ class Steps:
         `state` and `gradients` are donated.
 
         A loss or gradient that is not finite refuses the update: the state comes back as it was, and the
-        report says `training/update_refused` = 1.
+        report says `training/update_refused` = 1. Where nothing was kept it stays as it was too, and
+        `training/update_empty` is 1.
 
         Args:
             state: Where training stands.
-            gradients: What was accumulated.
-            actor_denominator: `aggregate.denominator` of the (mini-)batch.
-            critic_denominator: Its kept tokens.
+            gradients: What was accumulated, with its size.
             learn_actor: False while only the critic learns.
 
         Returns:
             The new state, accumulators of zeros, and norms and rates of this update.
         """
-        return self._apply(state, gradients, actor_denominator, critic_denominator, learn_actor)
+        return self._apply(state, gradients, learn_actor)
+
+    def finite(self, gradients: Accumulators) -> bool:
+        """Whether all accumulated sums and gradients are finite. Compiled when it is first asked: after a refusal."""
+        return bool(self._finite(gradients))
 
     def warm_up(self, state: TrainState, reference: Params | None, shape: BatchShape) -> TrainState:
         """Compiles what an iteration will call, by running it on padding.
@@ -251,22 +256,18 @@ class Steps:
             rows = self.place(empty_rows(count, shape.row_len))
             jax.block_until_ready(self.score(state.actor.params, rows))
             known = None if reference is None else self.score(reference, rows)
+            start = self.score(state.actor.params, rows) if self.cfg.scores_first else None
             if state.critic is None or critic_sum is None:
-                prepared, _ = self.estimate(None, rows, known)
-            elif self.single_update:
+                prepared, _ = self.estimate(None, rows, known, start)
+            elif self.cfg.single_update:
                 critic_sum, prepared, _ = self.learn_critic_on_arrival(
                     state.critic.params, critic_sum, rows, known
                 )
             else:
-                prepared, _ = self.estimate(state.critic.params, rows, known)
+                prepared, _ = self.estimate(state.critic.params, rows, known, start)
                 critic_sum, _ = self.learn_critic(state.critic.params, critic_sum, prepared)
             actor_sum, _, _ = self.learn_actor(state.actor.params, actor_sum, prepared, Whitening())
-            # A loss that is not a number is refused, which is what leaves the state as it is.
-            sums = (
-                replace(actor_sum, loss=jax.device_put(np.float32(np.nan), replicated(self.mesh))),
-                critic_sum,
-            )
-            state, _, _ = self.apply(state, sums, actor_denominator=1.0, critic_denominator=1.0)
+            state, _, _ = self.apply(state, (actor_sum, critic_sum))  # of nothing: the state stays as it is
         return jax.block_until_ready(state)
 
     # ----------------------------------------------------- bodies of the programs
@@ -275,22 +276,26 @@ class Steps:
         return self._objective.logprobs(params, rows)[0]
 
     def _estimate_body(
-        self, critic: Params | None, rows: DeviceRows, reference_logprobs: Array | None
+        self,
+        critic: Params | None,
+        rows: DeviceRows,
+        reference_logprobs: Array | None,
+        start_logprobs: Array | None,
     ) -> tuple[Prepared, Tally]:
         values = None if critic is None else self._objective.values(critic, rows)
-        return self._objective.estimate(rows, reference_logprobs, values)
+        return self._objective.estimate(rows, reference_logprobs, start_logprobs, values)
 
     def _learn_critic_on_arrival_body(
         self, critic: Params, gradients: Gradients, rows: DeviceRows, reference_logprobs: Array | None
     ) -> tuple[Gradients, Prepared, Tally]:
         def loss(params: Params) -> tuple[Array, tuple[Prepared, Tally]]:
             values = self._objective.values(params, rows)
-            prepared, seen = self._objective.estimate(rows, reference_logprobs, values)
+            prepared, seen = self._objective.estimate(rows, reference_logprobs, None, values)
             total, learned = self._objective.value_loss(values, prepared)
-            return total, (prepared, Tally({}, seen.means | learned.means, seen.spreads))
+            return total, (prepared, Tally(seen.means | learned.means, seen.spreads))
 
         (total, (prepared, tally)), gradient = jax.value_and_grad(loss, has_aux=True)(critic)
-        return add(gradients, gradient, total), prepared, tally
+        return add(gradients, gradient, total, _size(rows)), prepared, tally
 
     def _learn_critic_body(
         self, critic: Params, gradients: Gradients, prepared: Prepared
@@ -299,7 +304,7 @@ class Steps:
             return self._objective.value_loss(self._objective.values(params, prepared.rows), prepared)
 
         (total, tally), gradient = jax.value_and_grad(loss, has_aux=True)(critic)
-        return add(gradients, gradient, total), tally
+        return add(gradients, gradient, total, _size(prepared.rows)), tally
 
     def _learn_actor_body(
         self, actor: Params, gradients: Gradients, prepared: Prepared, whitening: Whitening
@@ -308,7 +313,10 @@ class Steps:
             return self._objective.policy_loss(params, prepared, whitening)
 
         (total, (tally, logp)), gradient = jax.value_and_grad(loss, has_aux=True)(actor)
-        return add(gradients, gradient, total), tally, logp
+        return add(gradients, gradient, total, tally.size), tally, logp
+
+    def _finite_body(self, gradients: Accumulators) -> Bool[Array, ""]:
+        return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)]).all()
 
     def _zeros_body(self) -> Accumulators:
         critic = self._abstract.critic
@@ -318,25 +326,30 @@ class Steps:
         self,
         state: TrainState,
         gradients: Accumulators,
-        actor_denominator: Float[Array, ""],
-        critic_denominator: Float[Array, ""],
         learn_actor: Bool[Array, ""],
     ) -> tuple[TrainState, Accumulators, UpdateReport]:
         actor_sum, critic_sum = gradients
-        actor, finite, report = take_step(self._actor_optimizer, state.actor, actor_sum, actor_denominator)
+        denominator = self._objective.aggregation.denominator(actor_sum.size)
+        actor, finite, report = take_step(self._actor_optimizer, state.actor, actor_sum, denominator)
         report = {f"actor/{name}": value for name, value in report.items()}
         critic = state.critic
         if state.critic is not None and critic_sum is not None:
             critic, critic_finite, more = take_step(
-                self._critic_optimizer, state.critic, critic_sum, critic_denominator
+                self._critic_optimizer, state.critic, critic_sum, critic_sum.size.tokens
             )
             finite &= critic_finite
             report |= {f"critic/{name}": value for name, value in more.items()}
+        kept = jnp.asarray(actor_sum.size.tokens) > 0
         report["training/update_refused"] = 1.0 - finite.astype(jnp.float32)
+        report["training/update_empty"] = 1.0 - kept.astype(jnp.float32)
         new = TrainState(
-            actor=choose(finite & learn_actor, actor, state.actor),
-            critic=choose(finite, critic, state.critic),
-            updates=state.updates + finite.astype(jnp.int32),
+            actor=choose(finite & kept & learn_actor, actor, state.actor),
+            critic=choose(finite & kept, critic, state.critic),
+            updates=state.updates + (finite & kept).astype(jnp.int32),
             advantages=state.advantages,
         )
         return new, jax.tree.map(jnp.zeros_like, gradients), report
+
+
+def _size(rows: DeviceRows) -> Size:
+    return size_of(rows.response_mask, rows.segment_ids)

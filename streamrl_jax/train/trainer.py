@@ -5,28 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from streamrl_jax.train.advantage import GroupAdvantage, Whitening, group_advantages, whitening
-from streamrl_jax.train.aggregate import AggregationMode, Size, denominator
+from streamrl_jax.train.advantage import GroupAdvantage, Whitening, level, whitening
+from streamrl_jax.train.advantage import group_advantage as default_group_advantage
+from streamrl_jax.train.aggregate import Aggregation
 from streamrl_jax.train.agreement import Comparison, compare
-from streamrl_jax.train.answer import Answer, sampled_answer
-from streamrl_jax.train.batcher import (
-    MicroBatch,
-    MicroBatcher,
-    pack_all,
-)
+from streamrl_jax.train.answer import Answer, Shaping, sampled_answer
+from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
 from streamrl_jax.train.groups import Groups, draw_mini_batches
 from streamrl_jax.train.mesh import batch_shards, replicated
 from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments, faded, merge
 from streamrl_jax.train.objective import Prepared, Tally
+from streamrl_jax.train.refusal import Refusal, find_culprits
 from streamrl_jax.train.report import (
     answer_metrics,
+    filter_metrics,
     loss_metrics,
     overlap_metrics,
     packing_metrics,
@@ -34,7 +32,7 @@ from streamrl_jax.train.report import (
 )
 from streamrl_jax.train.shapes import BatchShape, plan_rl_shape
 from streamrl_jax.train.state import TrainState
-from streamrl_jax.train.step import Steps, UpdateReport
+from streamrl_jax.train.step import Accumulators, Steps, UpdateReport
 from streamrl_jax.types import Sample
 
 # How much of its weight a past iteration keeps in the running statistics, per iteration.
@@ -48,12 +46,12 @@ class IterationResult:
     Attributes:
         metrics: Under their logged names.
         agreement: Trainer beside generator, on the tokens seen before the first update.
-        refused: Whether an update was refused because something was not finite.
+        refusal: Why an update was refused; None if all were applied.
     """
 
     metrics: dict[str, float]
     agreement: Comparison
-    refused: bool
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +96,7 @@ class Trainer:
             steps: The compiled programs.
             state: From `Steps.init_state` or a checkpoint; the trainer owns it from here on.
             reference: Needed where `cfg.uses_reference`.
-            group_advantage: One's own advantage; None: GRPO's, by the configuration.
+            group_advantage: One's own advantage; None: that of `algorithm.adv_estimator`.
             shape: Row shapes; None: by the configuration.
             pack: Whether a row may hold several answers.
         """
@@ -112,10 +110,11 @@ class Trainer:
         self.shape = shape or plan_rl_shape(steps.cfg, batch_shards(steps.mesh))
         self._steps = steps
         self._cfg = steps.cfg
-        self._mode: AggregationMode = steps.cfg.actor.loss_agg_mode
         self._pack = pack
-        by_std = partial(group_advantages, divide_by_std=steps.cfg.algorithm.norm_adv_by_std_in_grpo)
-        self._group_advantage = group_advantage or by_std
+        self._shaping = Shaping.of(steps.cfg)
+        self._group_advantage = None
+        if steps.cfg.uses_groups:
+            self._group_advantage = group_advantage or default_group_advantage(steps.cfg.algorithm)
         self._gradients = steps.zero_gradients()
         self.begin_iteration(0)
 
@@ -131,8 +130,10 @@ class Trainer:
         """
         self._version = version
         self._answers: list[Answer] = []
+        self._left_out: list[Answer] = []
+        self._faults: list[tuple[Answer, str]] = []
         self._groups = Groups(self._cfg.rollout.n, self._group_advantage)
-        self._batcher = MicroBatcher(self.shape, self._mode, pack=self._pack)
+        self._batcher = MicroBatcher(self.shape, pack=self._pack)
         self._batches: list[_Batch] = []
         self._waiting: list[_Batch] = []
         self._tallies: list[Tally] = []
@@ -142,13 +143,28 @@ class Trainer:
         self._last_arrival = 0.0
         self._whitening = self._whitening_known()
 
-    def add(self, sample: Sample) -> None:
-        """Takes a sample, and works on the micro-batch that it fills."""
+    def add(self, sample: Sample) -> int:
+        """Takes a sample, and works on the micro-batch that it fills.
+
+        Returns:
+            The groups that this sample completed and that are left out because their scores do not differ
+            (`algorithm.filter_groups`): 0 or 1. Another prompt may take their place.
+        """
         self._last_arrival = max(self._last_arrival, sample.rewarded_s)
-        for answer in self._with_advantage(sampled_answer(sample)):
+        answer = sampled_answer(sample, self._shaping)
+        if self._faulty(answer):
+            return 0
+        complete = self._groups.add(answer) if self._waits_for_groups else [answer]
+        if complete and self._filters and level(np.array([answer.score for answer in complete])):
+            self._left_out.extend(complete)
+            return 1
+        for answer in complete:
+            if self._faulty(answer):
+                continue
             self._answers.append(answer)
-            if self._steps.single_update:
+            if self._cfg.single_update:
                 self._take(self._batcher.add(answer))
+        return 0
 
     @property
     def accumulated(self) -> int:
@@ -158,53 +174,89 @@ class Trainer:
     def end_iteration(self) -> IterationResult:
         """Works on what is left, updates the networks, and waits for the result.
 
+        Where a sample's reward, log-probs or advantage are not finite, or every group was left out, nothing is
+        updated. A loss or gradient that is not finite refuses its update alone.
+
         Raises:
             ValueError: There was no sample, or a group is incomplete.
         """
+        if self._faults:
+            return self._refuse_all()
         if missing := self._groups.incomplete():
             raise ValueError(
                 f"version {self._version}: groups of {self._cfg.rollout.n} lack answers: {missing}"
             )
         if not self._answers:
-            raise ValueError(f"version {self._version}: no sample to train on")
-        if self._steps.single_update:
+            return self._nothing_to_train_on()
+        if self._cfg.single_update:
             self._take(self._batcher.flush())
             self._settle_whitening()
             for batch in self._waiting:
                 self._learn_actor(batch)
-            self._apply(self._batches)
+            self._apply()
         else:
             self._several_updates()
         return self._finish()
 
-    # ------------------------------------------------------------- one update
+    # -------------------------------------------------------------- admission
 
-    def _with_advantage(self, answer: Answer) -> list[Answer]:
-        return [answer] if self._cfg.uses_critic else self._groups.add(answer)
+    @property
+    def _filters(self) -> bool:
+        return self._cfg.algorithm.filter_groups.enable
+
+    @property
+    def _waits_for_groups(self) -> bool:
+        return self._cfg.uses_groups or self._filters
+
+    def _faulty(self, answer: Answer) -> bool:
+        if fault := answer.non_finite:
+            self._faults.append((answer, fault))
+        return bool(fault)
+
+    def _refuse_all(self) -> IterationResult:
+        """The whole iteration is refused for the sake of some samples; what was accumulated is dropped."""
+        self._gradients = self._steps.zero_gradients()
+        first, fault = self._faults[0]
+        refusal = Refusal(f"sample {first.name}: {fault}", tuple(answer.name for answer, _ in self._faults))
+        return IterationResult(self._bare_metrics(refused=1.0), compare([], self._version), refusal)
+
+    def _nothing_to_train_on(self) -> IterationResult:
+        if not self._left_out:
+            raise ValueError(f"version {self._version}: no sample to train on")
+        return IterationResult(self._bare_metrics(refused=0.0), compare([], self._version))
+
+    def _bare_metrics(self, *, refused: float) -> dict[str, float]:
+        answers = [*self._answers, *self._left_out]
+        counts = {"training/update_refused": refused, "training/update_empty": 1.0 - refused}
+        scores = answer_metrics(answers, 0.0) if answers else {}
+        return scores | counts | filter_metrics(self._left_out, self._cfg.rollout.n, filters=self._filters)
+
+    # ------------------------------------------------------------- one update
 
     def _take(self, full: Iterable[MicroBatch]) -> None:
         for micro in full:
-            batch = self._prepare(micro)
+            self._gradients, batch, tally = self._prepare(micro, self._gradients)
+            self._tallies.append(tally)
             self._batches.append(batch)
             if self._whitening is None:
                 self._waiting.append(batch)
             else:
                 self._learn_actor(batch)
 
-    def _prepare(self, micro: MicroBatch) -> _Batch:
+    def _prepare(self, micro: MicroBatch, gradients: Accumulators) -> tuple[Accumulators, _Batch, Tally]:
+        """Scores, values and advantages of a micro-batch; with a single update the critic learns on the way."""
         rows = self._steps.place(micro.rows)
         known = None if self.reference is None else self._steps.score(self.reference, rows)
-        critic = self.state.critic
-        actor_sum, critic_sum = self._gradients
-        if critic is None or critic_sum is None or not self._steps.single_update:
-            prepared, tally = self._steps.estimate(critic.params if critic else None, rows, known)
+        actor, critic = self.state.actor.params, self.state.critic
+        actor_sum, critic_sum = gradients
+        if critic is None or critic_sum is None or not self._cfg.single_update:
+            start = self._steps.score(actor, rows) if self._cfg.scores_first else None
+            prepared, tally = self._steps.estimate(critic.params if critic else None, rows, known, start)
         else:
             critic_sum, prepared, tally = self._steps.learn_critic_on_arrival(
                 critic.params, critic_sum, rows, known
             )
-            self._gradients = actor_sum, critic_sum
-        self._tallies.append(tally)
-        return _Batch(micro, prepared)
+        return (actor_sum, critic_sum), _Batch(micro, prepared), tally
 
     def _learn_actor(self, batch: _Batch) -> None:
         assert self._whitening is not None
@@ -218,14 +270,10 @@ class Trainer:
         if not self._reports:  # no update yet: these are the log-probs of the trainer's version
             self._scored.append((batch.micro, logprobs))
 
-    def _apply(self, batches: Sequence[_Batch]) -> None:
-        size = _size(batches)
+    def _apply(self) -> None:
+        warming_up = self._cfg.uses_critic and self._version < self._cfg.critic.warmup_steps
         self.state, self._gradients, report = self._steps.apply(
-            self.state,
-            self._gradients,
-            actor_denominator=float(denominator(self._mode, size)),
-            critic_denominator=float(size.tokens),
-            learn_actor=self._version >= self._cfg.critic.warmup_steps or not self._cfg.uses_critic,
+            self.state, self._gradients, learn_actor=not warming_up
         )
         self._reports.append(report)
 
@@ -233,11 +281,11 @@ class Trainer:
 
     def _whitening_known(self) -> Whitening | None:
         """The whitening that applies, if it is known before the batch."""
-        kind = self._cfg.algorithm.whiten_advantages
-        if not self._cfg.uses_critic or kind == "none":
+        if not self._cfg.whitens:
             return Whitening()
         past = jax.device_get(self.state.advantages)
-        return whitening(past) if kind == "running" and past.count > 0 else None
+        running = self._cfg.algorithm.whiten_advantages == "running"
+        return whitening(past) if running and past.count > 0 else None
 
     def _settle_whitening(self) -> None:
         if self._whitening is None:
@@ -254,10 +302,7 @@ class Trainer:
         drawn = draw_mini_batches(
             self._answers, self._cfg.mini_batches, seed=self._cfg.run.seed, version=self._version
         )
-        minis = [
-            [self._prepare(micro) for micro in pack_all(answers, self.shape, self._mode, pack=self._pack)]
-            for answers in drawn
-        ]
+        minis = [self._prepare_all(answers) for answers in drawn]
         self._batches = [batch for mini in minis for batch in mini]
         self._settle_whitening()
         for _ in range(self._cfg.actor.ppo_epochs):
@@ -265,7 +310,15 @@ class Trainer:
                 for batch in mini:
                     self._learn_critic(batch)
                     self._learn_actor(batch)
-                self._apply(mini)
+                self._apply()
+
+    def _prepare_all(self, answers: Sequence[Answer]) -> list[_Batch]:
+        batches: list[_Batch] = []
+        for micro in pack_all(answers, self.shape, pack=self._pack):
+            self._gradients, batch, tally = self._prepare(micro, self._gradients)
+            self._tallies.append(tally)
+            batches.append(batch)
+        return batches
 
     def _learn_critic(self, batch: _Batch) -> None:
         actor_sum, critic_sum = self._gradients
@@ -281,30 +334,38 @@ class Trainer:
         tallies, scored, reports = jax.device_get(
             (self._tallies, [x for _, x in self._scored], self._reports)
         )
-        size = _size(self._batches)
-        epochs = self._cfg.actor.ppo_epochs
-        metrics = loss_metrics(tallies, self._mode, Size(size.tokens * epochs, size.sequences * epochs))
-        taken = (
-            self._cfg.algorithm.kl_coef
-            * metrics.get("actor/reward_kl_penalty", 0.0)
-            * size.tokens
-            / size.sequences
-        )
-        metrics |= answer_metrics(self._answers, taken)
+        metrics = loss_metrics(tallies, Aggregation.of(self._cfg))
+        kl = self._cfg.algorithm.kl_coef * metrics.get("actor/reward_kl_penalty", 0.0)
+        lengths = [len(answer.response_ids) for answer in self._answers if answer.trained]
+        metrics |= answer_metrics([*self._answers, *self._left_out], kl * float(np.mean(lengths or [0])))
+        metrics |= filter_metrics(self._left_out, self._cfg.rollout.n, filters=self._filters)
         metrics |= update_metrics(reports) | packing_metrics([batch.micro for batch in self._batches])
         metrics |= overlap_metrics(self._accumulated_at, self._last_arrival)
         agreement = compare(list(zip((m for m, _ in self._scored), scored, strict=True)), self._version)
-        refused = metrics["training/update_refused"] > 0
-        if self._cfg.uses_critic and not refused:
+        refusal = None
+        if metrics["training/update_refused"]:
+            culprits = find_culprits(self._answers, self._spoils)
+            refusal = Refusal("loss or gradient is not finite", culprits)
+        elif self._cfg.whitens and not metrics["training/update_empty"]:
             self._remember_statistics()
-        return IterationResult(metrics | agreement.metrics(), agreement, refused)
+        return IterationResult(metrics | agreement.metrics(), agreement, refusal)
+
+    def _spoils(self, answers: Sequence[Answer]) -> bool:
+        """Whether the loss or gradient of some answers, computed anew, is not finite."""
+        gradients = self._steps.zero_gradients()
+        for micro in pack_all(answers, self.shape, pack=self._pack):
+            gradients, batch, _ = self._prepare(micro, gradients)
+            actor_sum, critic_sum = gradients
+            if not self._cfg.single_update and self.state.critic is not None and critic_sum is not None:
+                critic_sum, _ = self._steps.learn_critic(self.state.critic.params, critic_sum, batch.prepared)
+            actor_sum, _, _ = self._steps.learn_actor(
+                self.state.actor.params, actor_sum, batch.prepared, self._whitening or Whitening()
+            )
+            gradients = actor_sum, critic_sum
+        return not self._steps.finite(gradients)
 
     def _remember_statistics(self) -> None:
         past = jax.device_get(self.state.advantages)
         statistics = merge([faded(past, _WHITENING_MEMORY), self._statistics()])
         placed = jax.device_put(jax.tree.map(np.float32, statistics), replicated(self._steps.mesh))
         self.state = replace(self.state, advantages=placed)
-
-
-def _size(batches: Sequence[_Batch]) -> Size:
-    return sum((batch.micro.size for batch in batches), Size())

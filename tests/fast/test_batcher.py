@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.train.aggregate import AggregationMode, Size
-from streamrl_jax.train.answer import Answer, generated_answer, sampled_answer, taught_answer
+from streamrl_jax.train.answer import Answer, Shaping, generated_answer, sampled_answer, taught_answer
 from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
 from streamrl_jax.train.shapes import BatchShape, plan_rl_shape, plan_shape
 from streamrl_jax.types import FinishReason, VersionRun
 
-from .tiny_training import config, samples
+from .tiny_training import config, samples, with_generation
 
 SHAPE = BatchShape(row_len=16, rows=(1, 3))
 
@@ -36,15 +35,15 @@ def answer(
     )
 
 
-def stream(answers: list[Answer], shape: BatchShape, mode: AggregationMode, pack: bool) -> list[MicroBatch]:
-    batcher = MicroBatcher(shape, mode, pack=pack)
+def stream(answers: list[Answer], shape: BatchShape, pack: bool) -> list[MicroBatch]:
+    batcher = MicroBatcher(shape, pack=pack)
     batches: list[MicroBatch] = []
     for one in answers:
         batches.extend(batcher.add(one))
     return batches + batcher.flush()
 
 
-def check_placement(micro: MicroBatch, taken: np.ndarray, mode: AggregationMode) -> None:
+def check_placement(micro: MicroBatch, taken: np.ndarray) -> None:
     for placement in micro.placements:
         one, rows = placement.answer, micro.rows
         whole = placement.row, slice(placement.start, placement.start + len(one))
@@ -60,47 +59,42 @@ def check_placement(micro: MicroBatch, taken: np.ndarray, mode: AggregationMode)
         np.testing.assert_array_equal(rows.behaviour_logprobs[whole], [*np.zeros(prompt), *one.logprobs])
         np.testing.assert_array_equal(rows.rewards[whole], [*np.zeros(len(one) - 1), np.float32(one.reward)])
         np.testing.assert_array_equal(rows.advantages[placement.response], np.float32(one.advantage))
-        weight = 1 / count if mode == "seq-mean-token-mean" else 1.0
-        np.testing.assert_array_equal(rows.weights[placement.response], np.float32(weight))
-        np.testing.assert_array_equal(rows.weights[whole][:prompt], 0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=1, max_size=30),
-    st.sampled_from(["token-mean", "seq-mean-token-mean"]),
     st.booleans(),
     st.booleans(),
 )
 def test_each_answer_is_packed_whole_and_once(
-    lengths: list[tuple[int, int]], mode: AggregationMode, pack: bool, at_once: bool
+    lengths: list[tuple[int, int]], pack: bool, at_once: bool
 ) -> None:
     answers = [
         answer(p, r, f"0/x/{i}", reward=i + 0.5, advantage=i - 3.0) for i, (p, r) in enumerate(lengths)
     ]
-    build = pack_all(answers, SHAPE, mode, pack=pack) if at_once else stream(answers, SHAPE, mode, pack)
+    build = pack_all(answers, SHAPE, pack=pack) if at_once else stream(answers, SHAPE, pack)
     placed = [placement.answer.name for micro in build for placement in micro.placements]
     assert sorted(placed) == sorted(one.name for one in answers)
     for micro in build:
         assert micro.rows.tokens.shape in {(1, 16), (3, 16)}
         taken = np.zeros(micro.rows.tokens.shape, bool)
-        check_placement(micro, taken, mode)
+        check_placement(micro, taken)
         np.testing.assert_array_equal(taken, micro.rows.segment_ids > 0)
         assert micro.used == taken.sum()
-        assert micro.size == Size(int(micro.rows.response_mask.sum()), len(micro.placements))
         if not pack:
             assert len({placement.row for placement in micro.placements}) == len(micro.placements)
 
 
 def test_a_micro_batch_leaves_as_soon_as_nothing_more_would_fit() -> None:
-    batcher = MicroBatcher(SHAPE, "token-mean")
+    batcher = MicroBatcher(SHAPE)
     released = [len(batcher.add(answer(3, 5, str(i)))) for i in range(12)]
     assert released == [0, 0, 0, 0, 0, 1] * 2
     assert batcher.flush() == []
 
 
 def test_an_answer_that_fits_no_row_starts_the_next_micro_batch() -> None:
-    batcher = MicroBatcher(SHAPE, "token-mean")
+    batcher = MicroBatcher(SHAPE)
     arriving = [answer(1, 1, "short"), *(answer(5, 6, str(i)) for i in range(3))]
     assert [batcher.add(one) for one in arriving] == [[]] * 4
     (first,) = batcher.add(answer(5, 6, "late"))
@@ -114,7 +108,7 @@ def test_an_answer_longer_than_a_row_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"sample 7/q/1: 8 prompt and 9 answer tokens do not fit a row of 16"
     ):
-        MicroBatcher(SHAPE, "token-mean").add(answer(8, 9, "7/q/1"))
+        MicroBatcher(SHAPE).add(answer(8, 9, "7/q/1"))
 
 
 def test_long_tailed_lengths_leave_little_padding() -> None:
@@ -169,9 +163,9 @@ def test_what_a_sample_becomes() -> None:
         finish_reason=FinishReason.LENGTH,
         versions=(VersionRun(4, 1), VersionRun(5, length - 1)),
     )
-    made = sampled_answer(replace(sample, generation=cut, reward=0.25), advantage=-1.0)
+    made = sampled_answer(replace(sample, generation=cut, reward=0.25))
     assert (made.name, made.prompt_id, made.instance) == ("0/0/0", "0", "instance-0")
-    assert (made.reward, made.advantage, made.truncated) == (0.25, -1.0, True)
+    assert (made.score, made.reward, made.truncated, made.trained) == (0.25, 0.25, True, True)
     np.testing.assert_array_equal(made.versions, [4] + [5] * (length - 1))
     aborted = replace(sample.generation, finish_reason=FinishReason.ABORT)
     with pytest.raises(ValueError, match="0/0/0 was aborted"):
@@ -184,14 +178,39 @@ def test_an_answer_that_cannot_be_trained_on_is_named() -> None:
         replace(one, response_ids=one.response_ids[:0], logprobs=one.logprobs[:0], versions=one.versions[:0])
     with pytest.raises(ValueError, match="1/p/0: 3 answer tokens, 2 log-probs"):
         replace(one, logprobs=one.logprobs[:2])
-    with pytest.raises(ValueError, match="1/p/0 from no instance: reward nan"):
-        replace(one, reward=float("nan"))
-    with pytest.raises(ValueError, match="all must be finite"):
-        replace(one, logprobs=np.array([-1, -np.inf, -1], np.float32))
 
 
 def test_a_taught_answer_is_masked_like_a_sampled_one() -> None:
     ids = np.array([4, 5, 6], np.int32)
-    (micro,) = pack_all([taught_answer("row 1", ids, ids[:2])], SHAPE, "token-mean")
+    (micro,) = pack_all([taught_answer("row 1", ids, ids[:2])], SHAPE)
     np.testing.assert_array_equal(micro.rows.response_mask[0, :6], [0, 0, 0, 1, 1, 0])
-    assert micro.size == Size(2, 1)
+
+
+def test_which_number_of_an_answer_is_not_finite() -> None:
+    one = answer(2, 3, "1/p/0")
+    assert one.non_finite == ""
+    assert replace(one, reward=float("nan")).non_finite == "its reward is nan"
+    assert replace(one, advantage=float("inf")).non_finite == "its advantage is inf"
+    broken = replace(one, logprobs=np.array([-1, -np.inf, -1], np.float32))
+    assert broken.non_finite == "a log-prob of instance unnamed is not finite"
+
+
+@pytest.mark.parametrize(
+    ("masks", "finish", "trained"),
+    [(True, FinishReason.LENGTH, False), (True, FinishReason.STOP, True), (False, FinishReason.LENGTH, True)],
+)
+def test_overlong_filtering_takes_a_cut_answer_out_of_the_loss(
+    masks: bool, finish: FinishReason, trained: bool
+) -> None:
+    sample = with_generation(samples()[0], finish_reason=finish)
+    made = sampled_answer(sample, Shaping(mask_truncated=masks))
+    (micro,) = pack_all([made], BatchShape(32, (1,)))
+    assert made.trained == trained == micro.rows.response_mask.any()
+
+
+def test_the_soft_punishment_shapes_the_reward_and_not_the_score() -> None:
+    sample = samples()[0]
+    length = len(sample.generation.token_ids)
+    made = sampled_answer(sample, Shaping(limit=length + 1, buffer_len=4, penalty_factor=2.0))
+    assert made.score == sample.reward
+    assert made.reward == pytest.approx(sample.reward - 2.0 * 3 / 4)

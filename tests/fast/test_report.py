@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamrl_jax.train.aggregate import Size
+from streamrl_jax.train.aggregate import Aggregation, Size
 from streamrl_jax.train.moments import Moments
 from streamrl_jax.train.objective import Tally
 from streamrl_jax.train.report import loss_metrics
@@ -19,8 +19,10 @@ def moments_of(values: np.ndarray) -> Moments:
 
 def explained(values: np.ndarray, returns: np.ndarray) -> float | None:
     spreads = {"values": values, "returns": returns, "value_errors": returns - values}
-    tally = Tally({}, {}, {f"critic/{name}": moments_of(array) for name, array in spreads.items()})
-    return loss_metrics([tally], "token-mean", Size(len(values), 1)).get("critic/vf_explained_var")
+    tally = Tally(
+        {}, {f"critic/{name}": moments_of(array) for name, array in spreads.items()}, {}, Size(len(values), 1)
+    )
+    return loss_metrics([tally], Aggregation("token-mean")).get("critic/vf_explained_var")
 
 
 def test_the_explained_variance_is_one_minus_the_share_that_is_left() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from streamrl_jax.config import ActorSection, OptimSection
 from streamrl_jax.train.advantage import Whitening
+from streamrl_jax.train.aggregate import Size
 from streamrl_jax.train.answer import Answer, sampled_answer, taught_answer
 from streamrl_jax.train.batcher import empty_rows
 from streamrl_jax.train.groups import draw_mini_batches
@@ -96,15 +97,14 @@ def test_what_is_not_finite_refuses_the_update(network: str, part: str) -> None:
     broken = sums[network]
     assert broken is not None
     if part == "loss":
-        sums[network] = Gradients(broken.tree, broken.loss + jnp.inf)
+        sums[network] = Gradients(broken.tree, broken.loss + jnp.inf, Size(3, 1))
     else:
         scale = broken.tree["norm"]["scale"]
-        sums[network] = Gradients(broken.tree | {"norm": {"scale": scale.at[3].set(jnp.nan)}}, broken.loss)
+        tree = broken.tree | {"norm": {"scale": scale.at[3].set(jnp.nan)}}
+        sums[network] = Gradients(tree, broken.loss, Size(3, 1))
     actor, critic = sums["actor"], sums["critic"]
     assert actor is not None
-    state, zeros, report = steps.apply(
-        trainer.state, (actor, critic), actor_denominator=3.0, critic_denominator=3.0
-    )
+    state, zeros, report = steps.apply(trainer.state, (actor, critic))
     assert report["training/update_refused"] == 1.0
     assert_same(state, before)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(zeros))
@@ -231,7 +231,7 @@ def test_the_dtypes_stay_those_declared_under_bfloat16() -> None:
     def iteration(state: Any, actor_sum: Any, critic_sum: Any, rows: Any) -> Any:
         critic_sum, prepared, _ = steps.learn_critic_on_arrival(state.critic.params, critic_sum, rows, None)
         actor_sum, _, logp = steps.learn_actor(state.actor.params, actor_sum, prepared, Whitening())
-        new, _, _ = steps.apply(state, (actor_sum, critic_sum), actor_denominator=1.0, critic_denominator=1.0)
+        new, _, _ = steps.apply(state, (actor_sum, critic_sum))
         return new, logp
 
     new, logp = jax.eval_shape(iteration, state, actor_sum, critic_sum, rows)
@@ -251,6 +251,7 @@ def test_a_policy_loss_of_ones_own_logs_its_statistics() -> None:
     params = steps.actor.abstract_params()
     _, tally, _ = jax.eval_shape(steps.learn_actor, params, actor_sum, prepared, Whitening())
     assert tally.means.keys() == {"actor/surprise"}
+    assert tally.spreads.keys() == {"critic/advantages", "rollout_corr/rho", "rollout_corr/rho_kl"}
     assert tally.weighted.keys() == {"actor/pg_loss", "actor/entropy"}
 
 

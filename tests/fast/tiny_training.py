@@ -32,10 +32,11 @@ def config(**sections: dict[str, Any]) -> Config:
         "data": {"max_prompt_length": MAX_PROMPT, "max_response_length": MAX_RESPONSE, "train_batch_size": 4},
         "rollout": {"n": 4, "temperature": 0.7},
         "actor": {"ppo_max_token_len_per_gpu": 64, "optim": optim},
-        "critic": {"optim": optim},
         "trainer": {"total_training_steps": 10, "pack_row_length": ROW},
         "model": {"remat": "none"},
     }
+    if sections.get("algorithm", {}).get("adv_estimator", "gae") == "gae":
+        base["critic"] = {"optim": optim}
     for name, fields in sections.items():
         base[name] = base.get(name, {}) | fields
     return Config.model_validate(base)
