@@ -133,9 +133,22 @@ class Controller:
         self._ask(lambda: self._publish(publication, done))
         return done
 
-    def submit(self, job: Job) -> None:
-        """Queues a job; its samples go to instances that serve ``job.min_version`` or newer."""
-        self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
+    def submit(self, job: Job, into: str = "") -> None:
+        """Queues a job; its samples go to instances that serve ``job.min_version`` or newer.
+
+        Args:
+            job: what to do.
+            into: another job, whose last sample was not yet followed by the end of ``samples``: these come out
+                among its own. Empty: the job's samples come out under its own id.
+
+        Raises:
+            ControlError: that other job is unknown (or done).
+        """
+        if into:
+            outbox = self._outbox(into)
+            self._ask(lambda: self._submit(job, outbox))
+        else:
+            self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
 
     def samples(self, job_id: str, timeout_s: float) -> Iterator[Sample]:
         """Yields each of a job's samples once, in the order of arrival.
@@ -148,9 +161,7 @@ class Controller:
             ControlError: none came in time, or the job is unknown (or done).
             Exception: whatever ended the run on the controller's side.
         """
-        outbox = self._outboxes.get(job_id)
-        if outbox is None:
-            raise ControlError(f"job {job_id} was not submitted, or all its samples were taken")
+        outbox = self._outbox(job_id)
         yield from outbox.drain(timeout_s, self._taken, lambda: self._ask(self._pool.situation))
         self._outboxes.pop(job_id, None)
 
@@ -234,9 +245,9 @@ class Controller:
         self._check()
         self._pool.publish(publication, done)
 
-    def _submit(self, job: Job) -> Outbox:
+    def _submit(self, job: Job, outbox: Outbox | None = None) -> Outbox:
         self._check()
-        outbox = self._work.submit(job)
+        outbox = self._work.submit(job, outbox)
         self._pool.pump()
         return outbox
 
@@ -296,6 +307,11 @@ class Controller:
             raise self._failure
 
     # ---------------------------------------------------------------- from the trainer's threads
+
+    def _outbox(self, job_id: str) -> Outbox:
+        if (outbox := self._outboxes.get(job_id)) is None:
+            raise ControlError(f"job {job_id} was not submitted, or all its samples were taken")
+        return outbox
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Runs a function on the loop and returns what it returns."""

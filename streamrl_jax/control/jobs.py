@@ -14,9 +14,9 @@ _SEED_BITS = 31  # every engine takes a seed of this size
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Some prompts with ``n`` answers each: an iteration, an evaluation, or an agreement probe."""
+    """Some prompts with ``n`` answers each: an iteration (or an addition to one), an evaluation, an agreement probe."""
 
-    job_id: str  # "train/12", "eval/12", "probe/12/instance-0"; unique in the run
+    job_id: str  # "train/12", "train/12+3" (a further prompt), "eval/12", "probe/12/instance-0"; unique in the run
     prompts: Sequence[Prompt]
     n: int  # answers per prompt
     sampling: Sampling

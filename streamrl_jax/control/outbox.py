@@ -1,4 +1,4 @@
-"""One job's way out: from the controller's loop to the thread that trains."""
+"""A job's way out: from the controller's loop to the thread that trains."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CANCELLED = object()
 
 
 class Outbox:
-    """Finished samples of one job in the order of their arrival.
+    """Finished samples of one job, and of those that were added to it, in the order of their arrival.
 
-    ``put``, ``cancel`` and ``fail`` are called on the loop, ``drain`` on the trainer's thread. Its length is
-    bounded by the job's.
+    ``put``, ``cancel``, ``grow`` and ``fail`` are called on the loop, ``drain`` on the trainer's thread. Its length
+    is bounded by the jobs'.
 
     Args:
         job_id: named in errors.
@@ -28,6 +28,10 @@ class Outbox:
         self._size = size
         self._taken = 0
         self._items: queue.SimpleQueue[Sample | BaseException | object] = queue.SimpleQueue()
+
+    def grow(self, size: int) -> None:
+        """Makes room for the samples of one more job."""
+        self._size += size
 
     def put(self, sample: Sample) -> None:
         """Adds a rewarded sample."""
@@ -52,7 +56,7 @@ class Outbox:
             situation: says for the error how things stand.
 
         Yields:
-            The job's samples, until the last.
+            The samples, until the last; a job that is added while the last one is looked at goes on.
 
         Raises:
             ControlError: none came within the bound.

@@ -71,15 +71,27 @@ class Work:
         self._outboxes: dict[str, Outbox] = {}
         self._partials: dict[str, Partial] = {}
 
-    def submit(self, job: Job) -> Outbox:
-        """Queues a job's samples; returns where they will come out."""
+    def submit(self, job: Job, outbox: Outbox | None = None) -> Outbox:
+        """Queues a job's samples.
+
+        Args:
+            job: what to do.
+            outbox: where they are to come out, beside what comes out there already; None: one of their own.
+
+        Returns:
+            Where they will come out.
+        """
         found = members(job)
         self.ledger.open(job.job_id, [member.sample_id for member in found])
-        self._outboxes[job.job_id] = Outbox(job.job_id, job.size)
+        if outbox is None:
+            outbox = Outbox(job.job_id, job.size)
+        else:
+            outbox.grow(job.size)
+        self._outboxes[job.job_id] = outbox
         for member in found:
             self._open[member.sample_id] = _Open(job, member)
             self.queue.push(_waiting(job, member))
-        return self._outboxes[job.job_id]
+        return outbox
 
     def take(self, rooms: Sequence[Room]) -> list[tuple[str, Assignment]]:
         """Hands out what the instances have room for.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import grain
 
 _GRAIN_SEEDS = 2**32
+_MIXED_BYTES = 4  # of a seed made of several numbers
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,37 @@ class PromptSet:
         """
         seen: Counter[str] = Counter()
         drawn: list[Prompt] = []
-        for place in range(i * self.batch_size, (i + 1) * self.batch_size):
+        for place in self._places(i):
             prompt = self.prompts[self.order[place]]
             again = seen[prompt.prompt_id]
             seen[prompt.prompt_id] += 1
             drawn.append(replace(prompt, prompt_id=f"{prompt.prompt_id}.{again}") if again else prompt)
         return tuple(drawn)
+
+    def further(self, i: int) -> Iterator[Prompt]:
+        """Draws the prompts that may take the place of some of an iteration's own.
+
+        Like the iteration's own they are a pure function of the set, the seed and i, so that a resumed run asks the
+        same ones. They come from a permutation of their own: the other iterations' prompts stay what they are, and
+        what was consumed stays one number. An unshuffled set goes on where the iteration ended.
+
+        Args:
+            i: From 0.
+
+        Yields:
+            Each prompt that is not among the iteration's own, once.
+        """
+        own = {self.order[place] for place in self._places(i)}
+        walk, first = self.order, (i + 1) * self.batch_size
+        if self.order.seed is not None:
+            walk, first = Order(self.order.count, _mixed(self.order.seed, i)), 0
+        for place in range(first, first + self.order.count):
+            row = walk[place]
+            if row not in own:
+                yield self.prompts[row]
+
+    def _places(self, i: int) -> range:
+        return range(i * self.batch_size, (i + 1) * self.batch_size)
 
     @cached_property
     def digest(self) -> str:
@@ -236,6 +262,11 @@ def _plain_text(prompt: str | list[Mapping[str, Any]], row: SourceRow) -> str:
         f"{row.where}: the prompt is a list of chat messages, but data.apply_chat_template = false; set it "
         "to true, or give the prompt as a string"
     )
+
+
+def _mixed(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=_MIXED_BYTES).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _canonical(value: Any) -> Any:

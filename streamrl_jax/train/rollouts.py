@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
@@ -12,7 +14,9 @@ from streamrl_jax.control.jobs import Job
 from streamrl_jax.data import PromptSet
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.trace import Trace
-from streamrl_jax.types import Sample, Sampling
+from streamrl_jax.types import Prompt, Sample, Sampling
+
+log = logging.getLogger(__name__)
 
 
 def newest_admitted(version: int, max_staleness: int, total: int) -> int:
@@ -62,7 +66,7 @@ def arriving(controller: Controller, job_id: str, timeout_s: float, stop: StopSi
         yield sample
 
 
-_SHOWN_WAIT_S = 1e-3  # shorter ones would only swell the timeline
+_SHOWN_WAIT_S: Final = 1e-3  # shorter ones would only swell the timeline
 
 
 @dataclass
@@ -73,10 +77,40 @@ class Waited:
     total_s: float = 0.0
 
 
+@dataclass
+class Replacements:
+    """The further prompts of an iteration: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), from this side.
+
+    Every group that is left out is answered with the next further prompt, so that the groups that are kept and those
+    that are under way are ``batch`` together at any time. Which ones are asked then depends on what the answers scored
+    alone, not on the order in which they came.
+    """
+
+    further: Iterator[Prompt]  # a pure function of the iteration
+    bound: int  # at most so many of them
+    asked: int = 0
+    unmet: int = 0  # groups without a replacement
+
+    def take(self, groups: int) -> list[tuple[int, Prompt]]:
+        """The next further prompts, each with its number from 0; fewer than ``groups`` where there are no more."""
+        taken: list[tuple[int, Prompt]] = []
+        for _ in range(groups):
+            prompt = next(self.further, None) if self.asked < self.bound else None
+            if prompt is None:
+                self.unmet += 1
+            else:
+                taken.append((self.asked, prompt))
+                self.asked += 1
+        return taken
+
+
 class Rollouts:
     """Opens iterations by admission, and iterates over their samples.
 
-    Invariant: nothing is ever generated that would be too stale when it is consumed, so nothing is dropped.
+    Call order per iteration: ``open`` as soon as a version admits it; then ``samples``, and for each of them
+    ``replace``.
+
+    Invariant: nothing is ever generated that would be too stale when it is consumed, so nothing is dropped for its age.
 
     Args:
         cfg: The run's configuration.
@@ -105,6 +139,7 @@ class Rollouts:
         self._trace = trace
         self._stop = stop
         self._next = start
+        self._replacements = Replacements(iter(()), 0)
         self.waited = Waited()
 
     def wait_ready(self) -> None:
@@ -122,21 +157,21 @@ class Rollouts:
         staleness = self._cfg.trainer.max_staleness
         newest = newest_admitted(version, staleness, self._cfg.trainer.total_training_steps)
         for iteration in range(self._next, newest + 1):
-            job = Job(
-                job_id=train_job(iteration),
-                prompts=self._prompts.iteration(iteration),
-                n=self._cfg.rollout.n,
-                sampling=self._sampling,
-                iteration=iteration,
-                min_version=max(0, iteration - staleness),
-                priority=iteration,
-            )
+            job = self._job(train_job(iteration), iteration, self._prompts.iteration(iteration))
             self._controller.submit(job)
         self._next = max(self._next, newest + 1)
 
     def samples(self, iteration: int) -> Iterator[Sample]:
-        """Yields an iteration's samples in the order of their arrival, each once, and times the waiting."""
+        """Yields an iteration's samples in the order of their arrival, each once, and times the waiting.
+
+        Goes on with the samples that `replace` asks for meanwhile, until the last of them.
+        """
+        filtering = self._cfg.algorithm.filter_groups
+        batch = self._cfg.data.train_batch_size
         self.waited = Waited()
+        self._replacements = Replacements(
+            self._prompts.further(iteration), (filtering.max_num_gen_batches - 1) * batch
+        )
         bound = self._cfg.trainer.sample_timeout_s
         begun = time.monotonic()
         for sample in arriving(self._controller, train_job(iteration), bound, self._stop):
@@ -148,6 +183,53 @@ class Rollouts:
             self.waited.total_s += waited
             yield sample
             begun = time.monotonic()
+        if self._replacements.unmet:
+            log.warning(self._shortage(iteration))
+
+    def replace(self, iteration: int, groups: int) -> None:
+        """Asks for a further prompt in place of each group that was left out.
+
+        The new ones are jobs of the same iteration, with its bounds on versions and its priority; they come out of
+        the same `samples`. There are at most ``algorithm.filter_groups.max_num_gen_batches`` batches of prompts in an
+        iteration, and no prompt comes twice; past that the iteration goes on with the groups that it has.
+
+        Args:
+            iteration: Whose samples are being taken.
+            groups: So many were left out; 0: nothing is asked.
+        """
+        job_id = train_job(iteration)
+        for number, prompt in self._replacements.take(groups):
+            self._controller.submit(self._job(f"{job_id}+{number}", iteration, [prompt]), into=job_id)
+
+    @property
+    def replaced(self) -> int:
+        """Further prompts that were asked in the iteration whose samples are being taken, or were last."""
+        return self._replacements.asked
+
+    def _job(self, job_id: str, iteration: int, prompts: Sequence[Prompt]) -> Job:
+        return Job(
+            job_id=job_id,
+            prompts=prompts,
+            n=self._cfg.rollout.n,
+            sampling=self._sampling,
+            iteration=iteration,
+            min_version=max(0, iteration - self._cfg.trainer.max_staleness),
+            priority=iteration,
+        )
+
+    def _shortage(self, iteration: int) -> str:
+        found, batch = self._replacements, self._cfg.data.train_batch_size
+        why = (
+            "algorithm.filter_groups.max_num_gen_batches = "
+            f"{self._cfg.algorithm.filter_groups.max_num_gen_batches} allows no more prompts"
+            if found.asked == found.bound
+            else "the prompt set has no other prompts"
+        )
+        return (
+            f"iteration {iteration}: {found.asked + found.unmet} of {found.asked + batch} groups were left out, since "
+            f"their scores were all equal, and {found.unmet} of them were not replaced ({why}); it goes on with "
+            f"{batch - found.unmet} of {batch} groups"
+        )
 
     @property
     def open_iterations(self) -> range:

@@ -94,6 +94,36 @@ def test_prompt_ids_are_unique_within_an_iteration(count: int, batch: int) -> No
         assert Counter(int(prompt_id.split(".")[0]) for prompt_id in ids) == Counter(rows)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 30),
+    batch=st.integers(1, 12),
+    seed=st.none() | st.integers(-5, 2**40),
+    i=st.integers(0, 20),
+)
+def test_further_prompts_are_all_the_others_once(count: int, batch: int, seed: int | None, i: int) -> None:
+    """So no prompt comes twice in an iteration, as long as there are enough."""
+    prompts = numbered(count, batch, seed)
+    own, further = drawn_rows(prompts, i), [int(p.token_ids[0]) for p in prompts.further(i)]
+    assert sorted(set(own) | set(further)) == list(range(count))
+    assert len(further) == count - len(set(own))
+    again = numbered(count, batch, seed)
+    next(again.further(i + 1), None)  # nothing but the number counts, not what was drawn before
+    assert [int(p.token_ids[0]) for p in again.further(i)] == further
+    assert drawn_rows(again, i + 1) == drawn_rows(prompts, i + 1)
+
+
+def test_further_prompts_differ_from_iteration_to_iteration_and_go_on_where_nothing_is_shuffled() -> None:
+    def further(prompts: PromptSet, i: int) -> list[int]:
+        return [int(p.token_ids[0]) for p in prompts.further(i)]
+
+    shuffled = numbered(200, 4, seed=0)
+    orders = {tuple(further(shuffled, i)[:20]) for i in range(8)}
+    assert len(orders) == 8
+    assert further(numbered(200, 4, seed=1), 0) != further(shuffled, 0)
+    assert further(numbered(7, 3, seed=None), 1) == [6, 0, 1, 2]
+
+
 # ------------------------------------------------------------------ sources
 
 

@@ -43,6 +43,9 @@ class Prompts:
     def iteration(self, number: int) -> tuple[Prompt, ...]:
         return (Prompt(str(number), np.ones(1, np.int32), {}),)
 
+    def further(self, number: int) -> Iterator[Prompt]:
+        yield from ()
+
 
 def rollouts(trace: Trace, staleness: int, total: int, start: int) -> tuple[Rollouts, Recorded]:
     cfg = Config.model_validate({"trainer": {"max_staleness": staleness, "total_training_steps": total}})
@@ -51,7 +54,7 @@ def rollouts(trace: Trace, staleness: int, total: int, start: int) -> tuple[Roll
     return door, controller
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("start", [0, 3])
 def test_each_iteration_is_opened_once_and_never_too_early(
     tmp_path: Path, staleness: int, start: int
@@ -78,6 +81,7 @@ def test_each_iteration_is_opened_once_and_never_too_early(
 def test_the_newest_admitted_iteration() -> None:
     assert [newest_admitted(version, 0, 4) for version in range(6)] == [0, 1, 2, 3, 3, 3]
     assert [newest_admitted(version, 1, 4) for version in range(6)] == [1, 2, 3, 3, 3, 3]
+    assert [newest_admitted(version, 3, 6) for version in range(6)] == [3, 4, 5, 5, 5, 5]
 
 
 def test_training_samples_from_the_policy_itself() -> None:
