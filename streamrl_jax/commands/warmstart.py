@@ -29,7 +29,7 @@ def run(cfg: Config, out: Path) -> Path:
     """Trains on given answers and writes the checkpoint.
 
     Args:
-        cfg: ``model``, ``sft``, ``data``, ``trainer.mesh`` and ``run.seed`` are read.
+        cfg: ``model``, ``sft``, ``data``, ``trainer.mesh``, ``run.seed`` and ``rollout.mask_padded_vocab`` are read.
         out: The checkpoint directory to make.
 
     Returns:
@@ -53,7 +53,8 @@ def run(cfg: Config, out: Path) -> Path:
         display.phase("sft", f"loading {source.name} and compiling")
         arch, mesh = read_arch(source), build_mesh(cfg)
         params = load_params(source, Model(arch, mesh))
-        trainer = SupervisedTrainer(arch, mesh, cfg, params, longest=cfg.longest_sample)
+        limit = tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
+        trainer = SupervisedTrainer(arch, mesh, cfg, params, longest=cfg.longest_sample, vocab_limit=limit)
         trainer.warm_up()
         lines = list(_steps(cfg, trainer, examples, display))
         display.done("sft")

@@ -28,7 +28,6 @@ from streamrl_jax.train.hf import load_params
 from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.keeper import Keeper
 from streamrl_jax.train.loop import Parts
-from streamrl_jax.train.loss import clipped_policy_loss
 from streamrl_jax.train.mesh import make_mesh
 from streamrl_jax.train.models import Arch, Params
 from streamrl_jax.train.recorder import Hardware, Recorder
@@ -119,7 +118,8 @@ def open_bridge(cfg: Config, home: RunDir, arch: Arch, generation: GenerationSid
 
 def build_steps(cfg: Config, inputs: Inputs) -> Steps:
     """The run's programs on its mesh."""
-    return Steps(inputs.arch, build_mesh(cfg), cfg, policy_loss=inputs.loss or clipped_policy_loss)
+    limit = inputs.tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
+    return Steps(inputs.arch, build_mesh(cfg), cfg, policy_loss=inputs.loss, vocab_limit=limit)
 
 
 def build_mesh(cfg: Config) -> Mesh:

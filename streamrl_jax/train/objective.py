@@ -74,6 +74,7 @@ def policy_logprobs(
     *,
     temperature: float,
     chunk: int,
+    vocab_limit: int | None,
 ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
     """`token_logprobs` of packed rows: log-probs of the tokens and entropies."""
     hidden = model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)
@@ -84,6 +85,7 @@ def policy_logprobs(
         rows.segment_ids,
         temperature=temperature,
         chunk=chunk,
+        vocab_limit=vocab_limit,
         mesh=model.mesh,
     )
 
@@ -97,12 +99,14 @@ class Objective:
         critic: The value model, if there is one.
         cfg: The run's configuration.
         loss: The policy loss.
+        vocab_limit: Ids from here on are never sampled (`Tokenizer.vocab_limit`); None: all are.
     """
 
     actor: Model
     critic: Model | None
     cfg: Config
     loss: PolicyLoss
+    vocab_limit: int | None
 
     @property
     def aggregation(self) -> Aggregation:
@@ -119,6 +123,7 @@ class Objective:
             rows,
             temperature=self.cfg.rollout.temperature,
             chunk=self.cfg.model.logprob_chunk,
+            vocab_limit=self.vocab_limit,
         )
 
     def values(self, params: Params, rows: DeviceRows) -> Float[Array, "rows len"]:

@@ -54,6 +54,7 @@ class SupervisedTrainer:
         params: Params,
         *,
         longest: int,
+        vocab_limit: int | None = None,
     ) -> None:
         """Starts from parameters.
 
@@ -63,11 +64,13 @@ class SupervisedTrainer:
             cfg: `sft`, `model` and `actor.ppo_max_token_len_per_gpu` are read.
             params: Where it starts; donated by the first update.
             longest: Tokens of the longest prompt with its answer.
+            vocab_limit: From `Tokenizer.vocab_limit`: neither taught nor counted in `greedy_accuracy`.
         """
         compute = Compute(cfg.model.compute_dtype, cfg.model.remat, cfg.model.attention_block)
         self._model = Model(arch, mesh, "lm", compute)
         self._mesh = mesh
         self._chunk = cfg.model.logprob_chunk
+        self._vocab_limit = vocab_limit
         self._optimizer = make_optimizer(
             cfg.sft.optim, grad_clip=cfg.sft.grad_clip, total_steps=cfg.sft.steps
         )
@@ -139,6 +142,7 @@ class SupervisedTrainer:
                 rows,
                 temperature=1.0,
                 chunk=self._chunk,
+                vocab_limit=self._vocab_limit,
             )
             return masked_sum(-logp, rows.response_mask)
 
@@ -160,7 +164,7 @@ class SupervisedTrainer:
 
     def _hits_body(self, params: Params, rows: DeviceRows) -> Bool[Array, "rows len"]:
         hidden = self._model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)
-        head = self._model.head_weight(params).astype(hidden.dtype)
+        head = self._model.head_weight(params).astype(hidden.dtype)[: self._vocab_limit]
 
         def column(state_and_token: tuple[Float[Array, "rows embed"], Int[Array, " rows"]]) -> Array:
             state, token = state_and_token

@@ -62,6 +62,7 @@ class Steps:
         cfg: Config,
         *,
         policy_loss: PolicyLoss | None = None,
+        vocab_limit: int | None = None,
     ) -> None:
         """Describes the programs; they compile at their first call (`warm_up`).
 
@@ -70,6 +71,7 @@ class Steps:
             mesh: From `make_mesh`.
             cfg: The run's configuration.
             policy_loss: The loss of the policy; None: `actor.loss_mode`'s.
+            vocab_limit: From `Tokenizer.vocab_limit`, as the instances have it.
         """
         self.cfg = cfg
         self.mesh = mesh
@@ -85,7 +87,7 @@ class Steps:
             cfg.critic.optim, grad_clip=cfg.critic.grad_clip, total_steps=iterations * updates
         )
         loss = policy_loss or POLICY_LOSSES[cfg.actor.loss_mode]
-        self._objective = Objective(self.actor, self.critic, cfg, loss)
+        self._objective = Objective(self.actor, self.critic, cfg, loss, vocab_limit)
         self._abstract = abstract_state(
             abstract_network(self.actor, self._actor_optimizer),
             abstract_network(self.critic, self._critic_optimizer) if self.critic else None,
