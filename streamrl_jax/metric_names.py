@@ -10,7 +10,8 @@ from typing import Final
 METRICS: Final[Mapping[str, str]] = {
     "training/global_step": "Iterations completed.",
     "training/version": "Version of the weights that were published after this step.",
-    "training/samples": "Samples consumed in this step.",
+    "training/samples": "Samples consumed in this step, those of groups that were left out included.",
+    "training/replaced_prompts": "Prompts that were asked in place of left-out groups (algorithm.filter_groups).",
     "training/tokens": "Tokens of their prompts and answers.",
     "training/micro_batches": "Micro-batches of the step.",
     "training/overlapped": "Share of the micro-batches whose gradient was begun before the last sample arrived.",
@@ -43,6 +44,7 @@ METRICS: Final[Mapping[str, str]] = {
     "critic/grad_norm": "Global norm of the gradient before clipping.",
     "critic/lr": "Learning rate of the step.",
     "critic/score/*": "Reward function's score per sample (mean, max, min).",
+    "reward/*/mean": "A further figure that the reward function returned, over the samples that have it.",
     "critic/rewards/mean": "Sum of the token rewards per sample, KL included.",
     "critic/advantages/*": "Advantages over tokens, as trained on (mean, max, min).",
     "critic/returns/*": "Returns over tokens (mean, max, min).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,22 @@ def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, floa
     """
     lags = version - np.concatenate([expand_runs(sample.generation.versions) for sample in samples])
     return {"training/staleness/mean": float(lags.mean()), "training/staleness/max": float(lags.max())}
+
+
+def extras_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What the reward function told beside the score.
+
+    Args:
+        samples: Of the iteration.
+
+    Returns:
+        The mean of each figure, over the samples that have it; NaN or infinite where one of them is.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.reward_extras.items():
+            found[name].append(value)
+    return {f"reward/{name}/mean": sum(values) / len(values) for name, values in found.items()}
 
 
 def generator_metrics(
@@ -143,6 +160,7 @@ class Recorder:
         metrics: dict[str, Value | None] = {
             **result.metrics,
             **staleness_metrics(self._samples, iteration),
+            **extras_metrics(self._samples),
             **generator_metrics(self._before, pool, seconds),
             **self._weights.metrics(),
             **self._gate.metrics(),
@@ -151,6 +169,7 @@ class Recorder:
             "training/global_step": float(iteration + 1),
             "training/version": float(iteration + 1),
             "training/samples": float(len(self._samples)),
+            "training/replaced_prompts": float(self._rollouts.replaced(iteration)),
             **{f"timing_s/{name}": spent for name, spent in phases.items()},
             "timing_s/step": seconds,
             "timing_s/gen_wait": self._rollouts.waited.total_s,
@@ -170,11 +189,12 @@ class Recorder:
         self._display.phase("evaluation", f"evaluating version {version} on the held-out prompts")
 
     def _show(self, iteration: int) -> None:
+        further = self._rollouts.replaced(iteration) * self._cfg.rollout.n
         self._display.phase(
             "samples",
             f"iteration {iteration + 1}: samples",
             len(self._samples),
-            self._cfg.samples_per_iteration,
+            self._cfg.samples_per_iteration + further,
         )
 
     def _speed(self, seconds: float, busy: float) -> dict[str, Value | None]:

@@ -86,6 +86,7 @@ class Replacements:
     alone, not on the order in which they came.
     """
 
+    iteration: int
     further: Iterator[Prompt]  # a pure function of the iteration
     bound: int  # at most so many of them
     asked: int = 0
@@ -139,7 +140,7 @@ class Rollouts:
         self._trace = trace
         self._stop = stop
         self._next = start
-        self._replacements = Replacements(iter(()), 0)
+        self._replacements = Replacements(-1, iter(()), 0)
         self.waited = Waited()
 
     def wait_ready(self) -> None:
@@ -170,7 +171,7 @@ class Rollouts:
         batch = self._cfg.data.train_batch_size
         self.waited = Waited()
         self._replacements = Replacements(
-            self._prompts.further(iteration), (filtering.max_num_gen_batches - 1) * batch
+            iteration, self._prompts.further(iteration), (filtering.max_num_gen_batches - 1) * batch
         )
         bound = self._cfg.trainer.sample_timeout_s
         begun = time.monotonic()
@@ -201,10 +202,9 @@ class Rollouts:
         for number, prompt in self._replacements.take(groups):
             self._controller.submit(self._job(f"{job_id}+{number}", iteration, [prompt]), into=job_id)
 
-    @property
-    def replaced(self) -> int:
-        """Further prompts that were asked in the iteration whose samples are being taken, or were last."""
-        return self._replacements.asked
+    def replaced(self, iteration: int) -> int:
+        """Further prompts that the newest iteration has asked so far; 0 before its samples are taken."""
+        return self._replacements.asked if self._replacements.iteration == iteration else 0
 
     def _job(self, job_id: str, iteration: int, prompts: Sequence[Prompt]) -> Job:
         return Job(

@@ -125,6 +125,8 @@ def job_config(folder: Path, **changes: dict[str, Any]) -> Config:
     }
     for name, fields in changes.items():
         base[name] = base.get(name, {}) | fields
+    if "adv_estimator" in base["algorithm"] and "critic" not in changes:
+        del base["critic"]  # the others train none
     return Config.model_validate(base)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from streamrl_jax.control.events import Activity, InstanceView
-from streamrl_jax.train.recorder import generator_metrics, staleness_metrics
+from streamrl_jax.train.recorder import extras_metrics, generator_metrics, staleness_metrics
 from streamrl_jax.train.report import overlap_metrics
 from streamrl_jax.types import FinishReason, Generation, InstanceState, Prompt, Sample, VersionRun
 
@@ -21,6 +24,14 @@ def sample(*runs: VersionRun) -> Sample:
 def test_staleness_counts_tokens_and_not_answers() -> None:
     samples = [sample(VersionRun(4, 6), VersionRun(5, 2)), sample(VersionRun(5, 2))]
     assert staleness_metrics(samples, 5) == {"training/staleness/mean": 0.6, "training/staleness/max": 1.0}
+
+
+def test_what_a_reward_tells_beside_the_score_is_its_mean_over_those_that_tell_it() -> None:
+    told = [{"format": 1.0, "parsed": 1.0}, {"format": 0.0}, {"format": 0.5, "parsed": math.nan}]
+    found = extras_metrics([replace(sample(VersionRun(5, 2)), reward_extras=extras) for extras in told])
+    assert found.pop("reward/format/mean") == 0.5
+    assert math.isnan(found.pop("reward/parsed/mean")) and not found
+    assert extras_metrics([sample(VersionRun(5, 2))]) == {}
 
 
 def view(name: str, idle: float, busy: float, tokens: int) -> InstanceView:

@@ -115,7 +115,7 @@ def test_groups_are_replaced_until_enough_of_them_teach(tmp_path: Path, instance
     with running(world, reward=rewards(every_third)) as run, door(run, tmp_path, prompts) as found:
         found.open(version=0)
         samples = consume(found, 0)
-        assert found.replaced == len(groups) - BATCH
+        assert found.replaced(0) == len(groups) - BATCH and found.replaced(1) == 0
         check(samples, groups, run)
     assert all(sample.iteration == 0 for sample in samples)
 
@@ -128,7 +128,7 @@ def test_where_every_group_teaches_nothing_is_asked(tmp_path: Path) -> None:
     ):
         found.open(version=0)
         samples = consume(found, 0)
-        assert found.replaced == 0
+        assert found.replaced(0) == 0
         check(samples, expected(prompts, 0, lambda prompt: True), run)
 
 
