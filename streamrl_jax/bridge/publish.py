@@ -199,8 +199,8 @@ class Publisher:
 
     Invariants: a version is a snapshot of the parameters at the moment of the call, also when they are
     donated to the next step right after it. Beside the parameters the devices hold at most ``device_bytes``
-    each of converted tensors; a model that needs more makes ``publish`` wait for the copies. The newest
-    version and the one before it lie ready; older ones are removed.
+    each of converted tensors; a model that needs more makes ``publish`` wait for the copies. A version lies
+    ready until it is released: however far the trainer is ahead, nothing is taken from an instance that loads it.
 
     Args:
         arch: the architecture.
@@ -336,7 +336,4 @@ class Publisher:
         published = Published(manifest, path, stats)
         with self._lock:
             self._held[manifest.version] = published
-            outdated = sorted(self._held)[:-2]
-        for version in outdated:
-            self.release(version)
         return published

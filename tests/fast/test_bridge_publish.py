@@ -184,17 +184,19 @@ def test_names_are_those_of_a_checkpoint_in_order() -> None:
         assert {piece.name: piece.entry.checkpoint_shape for piece in list_pieces(arch)} == shapes
 
 
-def test_the_newest_version_and_the_one_before_lie_ready(tmp_path: Path) -> None:
+def test_a_version_lies_ready_until_it_is_released(tmp_path: Path) -> None:
+    """An instance that comes back may be slower to load one than the trainer is to make the next ones."""
     model = _model()
     params = _params(model, 0)
     publisher = Publisher(model.arch, "float32", FENCE, [tmp_path])
     published = [publisher.publish(params, version).future.result(60) for version in range(4)]
-    assert sorted(publisher.held) == [2, 3]
-    assert [entry.path.exists() for entry in published] == [False, False, True, True]
+    assert sorted(publisher.held) == [0, 1, 2, 3]
     view = map_blob(published[2].path, published[2].manifest.total_bytes)
-    publisher.release(2)
-    publisher.release(2)  # a second time changes nothing
-    assert sorted(publisher.held) == [3] and check(published[2].manifest, view) == []
+    for version in (0, 2, 2):  # a second time changes nothing
+        publisher.release(version)
+    assert sorted(publisher.held) == [1, 3]
+    assert [entry.path.exists() for entry in published] == [False, True, False, True]
+    assert check(published[2].manifest, view) == []
     with pytest.raises(ValueError, match="version 3 is published after version 3"):
         publisher.publish(params, 3)
     publisher.close()
