@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from streamrl_jax.errors import UserError
 from streamrl_jax.train.families import ARCHITECTURES, Family, Head
 from streamrl_jax.train.hf_fields import Fields
 from streamrl_jax.train.rope import Rope, read_rope
@@ -68,6 +69,18 @@ class Arch:
     def same_body(self, other: Arch) -> bool:
         """Whether two checkpoints' decoders have the same parameters, whatever their heads."""
         return self._body() == other._body()
+
+    def check_expert_shards(self, shards: int) -> None:
+        """Sees to it that each device along the mesh's tensor axis gets as many experts.
+
+        Raises:
+            UserError: They cannot be shared out evenly.
+        """
+        if self.experts % shards:
+            raise UserError(
+                f"trainer.mesh.tensor = {shards} does not divide the model's num_experts = {self.experts}; choose one "
+                f"that does, since each device along that axis holds its share of the experts"
+            )
 
     def _body(self) -> Arch:
         return replace(self, architecture="", tied=False, head="lm", head_bias=False, hf_config_json="")

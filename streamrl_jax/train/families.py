@@ -46,7 +46,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "Qwen2": Family(qkv_bias=True),
         "Llama": Family(),
         "Qwen3": Family(qk_norm=True, head_dim=128),
-        # "Qwen3Moe": Family(qk_norm=True, experts=True),
+        "Qwen3Moe": Family(qk_norm=True, experts=True),
     }
 )
 

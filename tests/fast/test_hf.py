@@ -48,6 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "qwen3-tied": {"architecture": "Qwen3ForCausalLM", "head_dim": 16},
     "qwen3-untied": {"architecture": "Qwen3ForCausalLM", "head_dim": 6, "tie_word_embeddings": False},
+    "qwen3moe-untied": {"architecture": "Qwen3MoeForCausalLM", "head_dim": 16},
+    "qwen3moe-tied": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "tie_word_embeddings": True,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 1,
+    },
 }
 
 

@@ -17,6 +17,7 @@ from streamrl_jax.train.families import Head
 from streamrl_jax.train.mesh import batch_sharding, named_sharding
 from streamrl_jax.train.models.attention import Attention
 from streamrl_jax.train.models.layers import RMSNorm, SwiGLU, rope_tables, weight, zeros
+from streamrl_jax.train.models.mixture import Mixture
 
 Remat = Literal["none", "full", "dots"]
 ComputeDtype = Literal["float32", "bfloat16"]
@@ -46,7 +47,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(arch.embed, arch.norm_eps)
         self.attention = Attention(arch, rngs=rngs)
         self.mlp_norm = RMSNorm(arch.embed, arch.norm_eps)
-        self.mlp = SwiGLU(arch, rngs=rngs)
+        self.mlp = Mixture(arch, rngs=rngs) if arch.experts else SwiGLU(arch, rngs=rngs)
 
     def __call__(
         self,
@@ -55,10 +56,16 @@ class Block(nnx.Module):
         sin: Float[Array, "rows len half"],
         segment_ids: Int[Array, "rows len"],
         attention_block: int,
-    ) -> Float[Array, "rows len embed"]:
-        """Adds attention and feed-forward to the residual stream."""
+        mesh: Mesh,
+    ) -> tuple[Float[Array, "rows len embed"], Float[Array, "rows len"] | None]:
+        """Adds attention and feed-forward to the residual stream; beside it, a mixture's balance losses."""
         x = x + self.attention(self.attention_norm(x), cos, sin, segment_ids, attention_block)
-        return x + self.mlp(self.mlp_norm(x))
+        normalised, balance = self.mlp_norm(x), None
+        if isinstance(self.mlp, Mixture):
+            added, balance = self.mlp(normalised, segment_ids, mesh)
+        else:
+            added = self.mlp(normalised)
+        return x + added, balance
 
 
 class VocabTable(nnx.Module):
@@ -103,8 +110,8 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "rows len"],
         compute: Compute,
         mesh: Mesh,
-    ) -> Float[Array, "rows len embed"]:
-        """The hidden states after the final norm, in the compute dtype."""
+    ) -> tuple[Float[Array, "rows len embed"], Float[Array, "rows len"]]:
+        """The hidden states after the final norm, in the compute dtype, and the mean of the layers' balance losses."""
 
         def pin(x: Array) -> Array:
             # Parameters are split over fsdp along "embed"; left alone, the partitioner may split activations
@@ -114,13 +121,18 @@ class Decoder(nnx.Module):
         cos, sin = rope_tables(positions, self.arch.rope.frequencies(self.arch.head_dim))
         graphdef, stacked = nnx.split(self.layers)
 
-        def block(x: Array, layer: Any, cos: Array, sin: Array, segment_ids: Array) -> Array:
-            return pin(nnx.merge(graphdef, layer)(x, cos, sin, segment_ids, compute.attention_block))
+        def block(
+            x: Array, layer: Any, cos: Array, sin: Array, segment_ids: Array
+        ) -> tuple[Array, Array | None]:
+            module = nnx.merge(graphdef, layer)
+            x, balance = module(x, cos, sin, segment_ids, compute.attention_block, mesh)
+            return pin(x), balance
 
         block = _rematerialised(block, compute.remat)
         x = pin(self._embed(tokens, mesh).astype(compute.dtype))
-        x, _ = jax.lax.scan(lambda x, layer: (block(x, layer, cos, sin, segment_ids), None), x, stacked)
-        return self.norm(x)
+        x, balances = jax.lax.scan(lambda x, layer: block(x, layer, cos, sin, segment_ids), x, stacked)
+        balance = jnp.zeros(tokens.shape, jnp.float32) if balances is None else jnp.mean(balances, axis=0)
+        return self.norm(x), balance
 
     def _embed(self, tokens: Int[Array, "rows len"], mesh: Mesh) -> Float[Array, "rows len embed"]:
         table = self.embedding.weight[...]
@@ -138,7 +150,7 @@ def _stacked_blocks(arch: Arch, rngs: nnx.Rngs) -> Block:
     return make(rngs)
 
 
-def _rematerialised(block: Callable[..., Array], remat: Remat) -> Callable[..., Array]:
+def _rematerialised(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return block
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None

@@ -39,6 +39,14 @@ class Model:
     head: Head = "lm"
     compute: Compute = field(default_factory=Compute)
 
+    def __post_init__(self) -> None:
+        """Refuses a mixture whose experts cannot be shared out.
+
+        Raises:
+            UserError: The mesh's tensor axis does not divide their number.
+        """
+        self.arch.check_expert_shards(self.mesh.shape["tensor"])
+
     def init_params(self, seed: int) -> Params:
         """Random parameters (normal, fan_in^-0.5; value head zero), created where they lie.
 
@@ -81,8 +89,30 @@ class Model:
         Returns:
             The states after the final norm, in `compute.dtype`. Those of padding are finite and mean nothing.
         """
-        decoder = self._bind(params)
-        return decoder(tokens, positions, segment_ids, self.compute, self.mesh)
+        return self.hidden_and_balance(params, tokens, positions, segment_ids)[0]
+
+    def hidden_and_balance(
+        self,
+        params: Params,
+        tokens: Int[Array, "rows len"],
+        positions: Int[Array, "rows len"],
+        segment_ids: Int[Array, "rows len"],
+    ) -> tuple[Float[Array, "rows len embed"], Float[Array, "rows len"]]:
+        """`hidden_states`, and a mixture's load-balance loss.
+
+        Args:
+            params: The parameter tree.
+            tokens: Token ids.
+            positions: As for `hidden_states`.
+            segment_ids: As for `hidden_states`.
+
+        Returns:
+            The states; and, float32, each token's share of its sequence's load-balance loss
+            (`streamrl_jax.train.models.mixture.balance_losses`), the mean over the layers. The sum over the tokens of a
+            segment is that sequence's loss, 1 when its experts are chosen alike; it depends on no other sequence. 0
+            for padding, and everywhere in a dense model.
+        """
+        return self._bind(params)(tokens, positions, segment_ids, self.compute, self.mesh)
 
     def head_weight(self, params: Params) -> Float[Array, "vocab embed"]:
         """The output head's matrix, float32: the embedding itself in a tied model."""
