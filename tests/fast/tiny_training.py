@@ -11,7 +11,7 @@ import numpy as np
 
 from streamrl_jax.config import Config
 from streamrl_jax.train.mesh import make_mesh
-from streamrl_jax.train.shapes import BatchShape
+from streamrl_jax.train.shapes import BatchShape, Shape
 from streamrl_jax.train.step import Steps
 from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import FinishReason, Generation, Prompt, Sample, VersionRun
@@ -72,10 +72,81 @@ def grpo_config() -> Config:
     )
 
 
+def dapo_config() -> Config:
+    """DAPO: dynamic sampling, clip-higher, overlong shaping and filtering, token mean."""
+    return config(
+        algorithm={
+            "adv_estimator": "grpo",
+            "mask_truncated_completions": True,
+            "filter_groups": {"enable": True},
+        },
+        actor={"clip_ratio_low": 0.2, "clip_ratio_high": 0.28},
+        reward={"overlong_buffer": {"len": 4, "penalty_factor": 0.5}},
+    )
+
+
+def gspo_config() -> Config:
+    """GSPO with RLOO's advantage, and a KL of the right gradient."""
+    return config(
+        algorithm={"adv_estimator": "rloo"},
+        actor={
+            "loss_mode": "gspo",
+            "loss_agg_mode": "seq-mean-token-mean",
+            "clip_ratio_low": 0.05,
+            "clip_ratio_high": 0.07,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "kl_loss_type": "k3+",
+        },
+    )
+
+
+def cispo_config() -> Config:
+    """CISPO, decoupled, with truncated and masked importance corrections, and REINFORCE++'s returns."""
+    return config(
+        algorithm={
+            "adv_estimator": "reinforce_plus_plus",
+            "gamma": 0.95,
+            "whiten_advantages": "batch",
+            "use_kl_in_reward": True,
+            "kl_coef": 0.05,
+            "rollout_correction": {
+                "bypass_mode": False,
+                "rollout_is": "sequence",
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 1.4,
+            },
+        },
+        actor={"loss_mode": "cispo", "entropy_coeff": 0.01, "loss_agg_mode": "seq-mean-token-sum-norm"},
+    )
+
+
+def decoupled_config() -> Config:
+    """Decoupled PPO in two mini-batches and two epochs, with the group's baseline, whitened."""
+    return config(
+        algorithm={
+            "adv_estimator": "reinforce_plus_plus_baseline",
+            "rollout_correction": {"bypass_mode": False, "rollout_is": "token", "rollout_rs": "geometric"},
+        },
+        actor={"ppo_mini_batch_size": 2, "ppo_epochs": 2},
+    )
+
+
+CONFIGS = {
+    "ppo": ppo_config,
+    "grpo": grpo_config,
+    "several": several_updates_config,
+    "dapo": dapo_config,
+    "gspo": gspo_config,
+    "cispo": cispo_config,
+    "decoupled": decoupled_config,
+}
+
+
 @lru_cache(maxsize=8)
 def programs(kind: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> Steps:
     """Compiled programs, shared by the tests of a process."""
-    cfg = {"ppo": ppo_config, "grpo": grpo_config, "several": several_updates_config}[kind]()
+    cfg = CONFIGS[kind]()
     devices = jax.devices()[: int(np.prod(mesh))]
     return Steps(tiny_arch(num_hidden_layers=1), make_mesh(*mesh, devices=devices), cfg)
 
@@ -85,7 +156,7 @@ def new_trainer(steps: Steps, rows: int, *, pack: bool = True) -> Trainer:
     critic = None if steps.critic is None else random_params(steps.critic, 1)
     reference = random_params(steps.actor, 2) if steps.cfg.uses_reference else None
     state = steps.init_state(random_params(steps.actor, 0), critic)
-    return Trainer(steps, state, reference, shape=BatchShape(ROW, (rows,)), pack=pack)
+    return Trainer(steps, state, reference, shape=BatchShape((Shape(rows, ROW),)), pack=pack)
 
 
 def run(trainer: Trainer, iterations: list[list[Sample]]) -> list[dict[str, float]]:
@@ -99,8 +170,13 @@ def run(trainer: Trainer, iterations: list[list[Sample]]) -> list[dict[str, floa
     return metrics
 
 
-def samples(iteration: int = 0, *, prompts: int = 4, n: int = 4, seed: int = 0) -> list[Sample]:
-    """Random prompts, answers, log-probs and rewards of a group of `n` answers per prompt."""
+def samples(
+    iteration: int = 0, *, prompts: int = 4, n: int = 4, seed: int = 0, right: float | None = None
+) -> list[Sample]:
+    """Random prompts, answers, log-probs and rewards of a group of `n` answers per prompt.
+
+    Rewards lie in [0, 1), or are 1 with chance `right`, else 0. The longest answers are cut by the limit.
+    """
     draw = np.random.default_rng((seed, iteration))
     made: list[Sample] = []
     for index in range(prompts):
@@ -114,13 +190,18 @@ def samples(iteration: int = 0, *, prompts: int = 4, n: int = 4, seed: int = 0) 
                 token_ids=draw.integers(0, VOCAB, length).astype(np.int32),
                 logprobs=(-4.0 + draw.normal(0, 0.3, length)).astype(np.float32),
                 versions=(VersionRun(iteration, length),),
-                finish_reason=FinishReason.STOP,
+                finish_reason=FinishReason.LENGTH if length == MAX_RESPONSE else FinishReason.STOP,
                 instance="instance-0",
             )
             made.append(
-                Sample(generation.sample_id, iteration, prompt, member, generation, float(draw.random()))
+                Sample(generation.sample_id, iteration, prompt, member, generation, _score(draw, right))
             )
     return made
+
+
+def _score(draw: np.random.Generator, right: float | None) -> float:
+    chance = float(draw.random())
+    return chance if right is None else float(chance < right)
 
 
 def with_generation(sample: Sample, **changes: Any) -> Sample:
