@@ -98,8 +98,9 @@ def test_what_contradicts_itself_is_refused(table: dict[str, Any], named: str) -
     [
         ({}, True),
         ({"algorithm": {"whiten_advantages": "batch"}}, False),
-        # Whitening is the critic's: a group's advantages are known when the group is.
-        ({"algorithm": {"whiten_advantages": "batch", "adv_estimator": "grpo"}}, True),
+        ({"algorithm": {"adv_estimator": "reinforce_plus_plus", "whiten_advantages": "batch"}}, False),
+        # Nothing is whitened: a group's advantages are known when the group is.
+        ({"algorithm": {"adv_estimator": "grpo"}}, True),
         ({"actor": {"ppo_epochs": 2}}, False),
         ({"actor": {"ppo_mini_batch_size": 16}}, False),
     ],

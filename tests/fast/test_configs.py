@@ -100,6 +100,51 @@ def test_the_demos_of_ppo_and_grpo_differ_in_the_algorithm_alone() -> None:
     assert differing == {"run", "algorithm", "critic"}
 
 
+# What a layer over GRPO's configuration makes of it.
+ALGORITHMS: dict[str, Callable[[Config], bool]] = {
+    "ppo": lambda c: c.uses_critic and c.streams,
+    "dr_grpo": lambda c: (
+        not c.algorithm.norm_adv_by_std_in_grpo and c.actor.loss_agg_mode == "seq-mean-token-sum-norm"
+    ),
+    "dapo": lambda c: (
+        c.algorithm.filter_groups.enable
+        and c.algorithm.mask_truncated_completions
+        and c.reward.overlong_buffer.len > 0
+        and c.actor.clip_ratio_high > c.actor.clip_ratio_low
+    ),
+    "rloo": lambda c: c.algorithm.adv_estimator == "rloo" and c.actor.loss_mode == "reinforce",
+    "reinforce_plus_plus": lambda c: c.whitens and not c.uses_critic and not c.uses_groups,
+    "gspo": lambda c: c.actor.loss_mode == "gspo" and c.actor.loss_agg_mode == "seq-mean-token-mean",
+    "cispo": lambda c: c.actor.loss_mode == "cispo" and c.actor.clip_ratio_low == 1.0,
+    "decoupled": lambda c: (
+        not c.algorithm.rollout_correction.bypass_mode
+        and c.algorithm.rollout_correction.rollout_is == "token"
+    ),
+    "masked": lambda c: c.algorithm.rollout_correction.rollout_rs == "token",
+}
+
+
+def test_every_layer_of_an_algorithm_has_its_intention_written_down() -> None:
+    assert sorted(path.stem for path in (CONFIGS / "algorithms").glob("*.toml")) == sorted(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithms_layer_says_what_it_is_named_for(name: str) -> None:
+    layers = [CONFIGS / "demo_grpo.toml", CONFIGS / "algorithms" / f"{name}.toml"]
+    assert ALGORITHMS[name](load_config(layers, []))
+
+
+def test_ppo_is_the_same_as_a_layer_and_as_the_demo() -> None:
+    demo, layered = (
+        load_config(paths, []).model_dump(exclude={"run"})
+        for paths in (
+            [CONFIGS / "demo.toml"],
+            [CONFIGS / "demo_grpo.toml", CONFIGS / "algorithms" / "ppo.toml"],
+        )
+    )
+    assert demo == layered
+
+
 def test_the_example_of_a_reward_works() -> None:
     function = f"{REPOSITORY}/examples/custom_reward.py:close_enough"
     reward = load_reward(RewardSection(function=function, kwargs={"tolerance": 5}))
@@ -117,7 +162,7 @@ def test_the_example_of_a_loss_has_the_policy_gradient_of_ppo_at_ratio_one() -> 
     def gradient(function: Callable[..., Any]) -> jax.Array:
         def total(values: jax.Array) -> jax.Array:
             whole, ones = jnp.ones((2, 5), bool), jnp.ones((2, 5), jnp.int32)
-            inputs = PolicyInputs(values, logprobs, advantages, whole, ones)
+            inputs = PolicyInputs(values, logprobs, logprobs, advantages, whole, ones)
             return function(inputs, ActorSection())[0].sum()
 
         return jax.grad(total)(logprobs)
