@@ -160,7 +160,8 @@ def _check_model(name: str, path: Path, config: Config) -> None:
     if not file.is_file():
         raise UserError(f"{path}: no config.json; {name} is not a Hugging Face checkpoint directory")
     try:
-        arch = arch_from_hf(json.loads(file.read_text(encoding="utf-8")), str(file))
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        arch = arch_from_hf(fields, str(file), critic=name == "model.critic_path")
     except json.JSONDecodeError as error:
         raise UserError(f"{file} is not valid JSON: {error}") from error
     if config.longest_sample > arch.max_positions:
@@ -168,6 +169,8 @@ def _check_model(name: str, path: Path, config: Config) -> None:
             f"data.max_prompt_length + data.max_response_length = {config.longest_sample} is more than the "
             f"model was made for: max_position_embeddings = {arch.max_positions} in {file}; lower one of them"
         )
+    if config.trainer.mesh.tensor > 0:
+        arch.check_expert_shards(config.trainer.mesh.tensor)
 
 
 def _check_data(config: Config) -> list[str]:

@@ -81,6 +81,7 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
             f"data.max_prompt_length + data.max_response_length = {cfg.longest_sample} is more than the model was made "
             f"for: max_position_embeddings = {arch.max_positions} in {model_dir / 'config.json'}; lower one of them"
         )
+    _check_mixture(cfg, arch)
     if functions.advantage and cfg.uses_critic:
         raise UserError(
             "advantage_fn is given, but algorithm.adv_estimator = 'gae': the critic gives the advantages, and the "
@@ -101,8 +102,20 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
     )
 
 
-def _checked_arch(directory: Path) -> Arch:
-    arch = read_arch(directory)
+def _check_mixture(cfg: Config, arch: Arch) -> None:
+    """What concerns a mixture's experts, as far as it is known before the mesh (whose axis may be -1) is filled up."""
+    if cfg.trainer.mesh.tensor > 0:
+        arch.check_expert_shards(cfg.trainer.mesh.tensor)
+    coefficient = cfg.actor.router_aux_loss_coef
+    if coefficient and not arch.experts:
+        raise UserError(
+            f"actor.router_aux_loss_coef = {coefficient:g}, but {arch.architecture} has no experts whose load could be "
+            f"balanced; set it to 0"
+        )
+
+
+def _checked_arch(directory: Path, *, critic: bool = False) -> Arch:
+    arch = read_arch(directory, critic=critic)
     map_tensors_of(directory, arch)
     return arch
 
@@ -111,7 +124,7 @@ def _critic_directory(cfg: Config, arch: Arch) -> Path | None:
     if not cfg.uses_critic or not cfg.model.critic_path:
         return None
     directory = model_directory(cfg.model.critic_path, "model.critic_path")
-    if not _checked_arch(directory).same_body(arch):
+    if not _checked_arch(directory, critic=True).same_body(arch):
         raise UserError(
             f"model.critic_path = {directory}: its architecture differs from the policy's; give a checkpoint of "
             "the same architecture, or leave it empty"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
@@ -24,8 +24,7 @@ from streamrl_jax.train.agreement_gate import AgreementGate, probe_sampling
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import BEST_METRIC, Meta
 from streamrl_jax.train.evaluator import Evaluator, evaluation_sampling
-from streamrl_jax.train.hf import load_params
-from streamrl_jax.train.hf_directory import read_arch
+from streamrl_jax.train.hf import load_critic, load_params
 from streamrl_jax.train.keeper import Keeper
 from streamrl_jax.train.loop import Parts
 from streamrl_jax.train.mesh import make_mesh
@@ -180,8 +179,7 @@ def _critic_params(steps: Steps, inputs: Inputs) -> Params | None:
     """The critic's own start; None where it starts from the policy, or there is no critic."""
     if steps.critic is None or inputs.critic_dir is None:
         return None
-    body = replace(steps.actor, arch=read_arch(inputs.critic_dir))
-    return steps.critic.value_params_from(load_params(inputs.critic_dir, body))
+    return load_critic(inputs.critic_dir, steps.critic)
 
 
 def _warm_trainer(

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
-from streamrl_jax.train.hf_directory import INDEX_FILE, SINGLE_FILE, map_tensors_of
+from streamrl_jax.train.hf_directory import INDEX_FILE, SINGLE_FILE, map_tensors_of, read_arch
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.train.tensorfile import write_tensors
 
@@ -39,7 +40,7 @@ _COMPANIONS: Final = (
 
 
 def load_params(directory: Path, model: Model) -> Params:
-    """Loads a policy's parameters onto the model's mesh.
+    """Loads a checkpoint's parameters onto the model's mesh.
 
     Each device reads its own part through a memory map; the host never holds more than the parts of one
     parameter.
@@ -47,7 +48,7 @@ def load_params(directory: Path, model: Model) -> Params:
     Args:
         directory: A checkpoint directory: `model.safetensors`, or shards with an index; float32, float16,
             bfloat16.
-        model: The policy to load into; its architecture must be the directory's.
+        model: The model to load into; its architecture must be the directory's, and so must its head.
 
     Returns:
         float32 parameters, sharded as `model.abstract_params()` says.
@@ -64,7 +65,30 @@ def load_params(directory: Path, model: Model) -> Params:
         for place, name in zip(entry.places, entry.names, strict=True):
             parts[place] = entry.from_checkpoint(tensors[name])
         names.place(params, entry.path, _sharded(struct, parts))
+    if model.head == "value" and not model.arch.head_bias:
+        bias = template["value_head"]["bias"]
+        params["value_head"]["bias"] = jax.device_put(np.zeros(bias.shape, bias.dtype), bias.sharding)
     return params
+
+
+def load_critic(directory: Path, critic: Model) -> Params:
+    """Loads a critic's parameters: with the head of a checkpoint that has a scalar one, else under a head of zeros.
+
+    Args:
+        directory: A checkpoint with the critic's decoder: a policy, or a `...ForTokenClassification` or
+            `...ForSequenceClassification` with one label, whose `score` is the head (a bias that it lacks is zero).
+        critic: The model to load into, of head "value".
+
+    Returns:
+        float32 parameters, sharded as `critic.abstract_params()` says.
+
+    Raises:
+        UserError: Files are missing or broken, or names and shapes do not fit the architecture.
+    """
+    held = replace(critic, arch=read_arch(directory, critic=True))
+    if held.arch.head == "value":
+        return load_params(directory, held)
+    return critic.value_params_from(load_params(directory, replace(held, head="lm")))
 
 
 def save_params(

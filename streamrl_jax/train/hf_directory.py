@@ -21,8 +21,12 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
 
-def read_arch(directory: Path) -> Arch:
+def read_arch(directory: Path, *, critic: bool = False) -> Arch:
     """Reads and checks a checkpoint's config.json.
+
+    Args:
+        directory: The checkpoint.
+        critic: Whether it may have a scalar head (`...ForTokenClassification`, `...ForSequenceClassification`).
 
     Raises:
         UserError: The directory or the file is missing, is not JSON, or describes what is not supported.
@@ -34,7 +38,7 @@ def read_arch(directory: Path) -> Arch:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{directory}: no config.json; this is not a Hugging Face checkpoint directory")
-    return arch_from_hf(_read_json_object(path), str(path))
+    return arch_from_hf(_read_json_object(path), str(path), critic=critic)
 
 
 def map_tensors_of(directory: Path, arch: Arch) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.train import hf
 from streamrl_jax.train.hf_directory import read_arch
-from streamrl_jax.train.models import Compute, Model, Params
+from streamrl_jax.train.models import Compute, Model, Params, arch_from_hf
 from streamrl_jax.train.models.layers import rope_tables
 from streamrl_jax.train.rope import Llama3Scaling, Rope
 from streamrl_jax.train.tensorfile import map_tensors, write_tensors
@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def transformers_model(config: dict[str, Any]) -> Any:
+def transformers_model(config: dict[str, Any], kind: str = "AutoModelForCausalLM") -> Any:
     """A random float32 model; the biases and norms are random too."""
     import torch
     import transformers
@@ -66,7 +66,7 @@ def transformers_model(config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     fields = {key: value for key, value in config.items() if key != "architectures"}
     auto = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, initializer_range=0.2)
-    model = transformers.AutoModelForCausalLM.from_config(auto)
+    model = getattr(transformers, kind).from_config(auto)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -116,6 +116,74 @@ def test_logits_equal_those_of_transformers_both_ways(
     print(f"{variant}: largest difference of a logit {inward:.1e} from theirs, {outward:.1e} to theirs")
     record_property("max_logit_difference", [inward, outward])
     assert inward < TOLERANCE and outward < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("Qwen2", "ForTokenClassification"),
+        ("Llama", "ForSequenceClassification"),
+        ("Qwen3", "ForTokenClassification"),
+        ("Qwen3Moe", "ForSequenceClassification"),
+    ],
+)
+def test_a_critic_starts_from_a_scalar_head_as_transformers_computes_it(
+    family: str, kind: str, tmp_path: Path, record_property: Any
+) -> None:
+    import torch
+
+    theirs = transformers_model(
+        hf_config(f"{family}{kind}", tie_word_embeddings=False, num_labels=1), f"AutoModel{kind}"
+    )
+    theirs.save_pretrained(tmp_path)
+    policy = arch_from_hf(
+        json.loads((tmp_path / "config.json").read_text()) | {"architectures": [f"{family}ForCausalLM"]}
+    )
+    assert read_arch(tmp_path, critic=True).same_body(policy)
+    critic = tiny_model(policy, (1, 2, 1), head="value", compute=Compute(remat="none"))
+    params = hf.load_critic(tmp_path, critic)
+    assert shardings(params) == shardings(critic.abstract_params())
+    batch = pack(SEQUENCES, 24)
+    found = unpack(jax.jit(lambda p: critic.values(p, *batch))(params), SEQUENCES)
+    with torch.no_grad():
+        expected = [
+            theirs(torch.tensor(part[None].astype(np.int64))).logits[0].numpy().reshape(-1)
+            for row in SEQUENCES
+            for part in row
+        ]
+    # Of a sequence transformers gives the last token's number alone.
+    largest = difference([a[-len(b) :] for a, b in zip(found, expected, strict=True)], expected)
+    print(f"{family}{kind}: largest difference of a value {largest:.1e}")
+    record_property("max_value_difference", largest)
+    assert largest < TOLERANCE and max(np.ptp(values) for values in found) > 0.1
+
+
+def test_a_critic_from_a_policy_has_a_head_of_zeros(checkpoint: Checkpoint) -> None:
+    directory, model, params = checkpoint
+    critic = hf.load_critic(directory, tiny_model(model.arch, (2, 2, 2), head="value"))
+    assert "lm_head" not in critic and not any(np.any(leaf) for leaf in jax.tree.leaves(critic["value_head"]))
+    assert_same(critic["layers"], params["layers"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_labels": 2}, "'num_labels' is 2: .*only num_labels = 1"),
+        ({"id2label": {"0": "bad", "1": "good"}}, "'id2label' is .*only num_labels = 1"),
+        ({}, "'id2label' is missing: .*only num_labels = 1"),  # transformers then means 2
+    ],
+)
+def test_a_head_of_several_labels_is_no_critic(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        arch_from_hf(hf_config("Qwen2ForTokenClassification", **changes), critic=True)
+
+
+def test_a_scalar_head_is_no_policy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(hf_config("LlamaForSequenceClassification", num_labels=1))
+    )
+    with pytest.raises(UserError, match=r"LlamaForSequenceClassification.*it is for model\.critic_path"):
+        read_arch(tmp_path)
 
 
 # Llama 3.1's own figures, and others that put pairs into each of the three ranges.

@@ -86,6 +86,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Changes], str]] = {
         changed_model(edited(max_position_embeddings=12)),
         r"= 16.*max_position_embeddings = 12",
     ),
+    "no experts to balance": (
+        lambda folder: {"actor": {"router_aux_loss_coef": 0.01}},
+        r"actor.router_aux_loss_coef = 0.01.*Qwen2ForCausalLM has no experts",
+    ),
+    "a policy with a scalar head": (
+        changed_model(edited(architectures=["Qwen2ForTokenClassification"], num_labels=1)),
+        r"Qwen2ForTokenClassification.*it is for model.critic_path",
+    ),
     "names": (changed_model(without_norm), r"model.norm.weight"),
     "critic of another size": (
         lambda folder: {

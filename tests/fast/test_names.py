@@ -61,6 +61,18 @@ def test_round_trip_is_exact_and_each_element_travels_once(arch: Arch) -> None:
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
+@pytest.mark.parametrize("kind", ["ForTokenClassification", "ForSequenceClassification"])
+def test_the_table_covers_a_critics_parameters(kind: str) -> None:
+    arch = tiny_arch(f"Qwen3{kind}", critic=True, num_labels=1)
+    table: dict[str, Any] = {}
+    for entry in names.entries(arch):
+        names.place(table, entry.path, entry.tree_shape)
+    model = jax.tree.map(lambda leaf: leaf.shape, tiny_model(arch, head="value").abstract_params())
+    if kind == "ForSequenceClassification":  # it stores no bias
+        del model["value_head"]["bias"]
+    assert table == model
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name.endswith("ForCausalLM")])
 def test_the_table_covers_the_models_parameters(architecture: str, tied: bool) -> None:

@@ -62,9 +62,9 @@ def hf_config(architecture: str = "Qwen2ForCausalLM", **changes: Any) -> dict[st
     return config | changes
 
 
-def tiny_arch(architecture: str = "Qwen2ForCausalLM", **changes: Any) -> Arch:
+def tiny_arch(architecture: str = "Qwen2ForCausalLM", *, critic: bool = False, **changes: Any) -> Arch:
     """The architecture of `hf_config`."""
-    return arch_from_hf(hf_config(architecture, **changes))
+    return arch_from_hf(hf_config(architecture, **changes), critic=critic)
 
 
 def tiny_model(arch: Arch, mesh_shape: tuple[int, int, int] = (1, 1, 1), **fields: Any) -> Model:
