@@ -74,7 +74,8 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         print(f"streamrl {__version__}")
         return 0
-    name, *rest = argv
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # `bench packing` is one command
+    name, rest = " ".join(argv[:words]), argv[words:]
     command = COMMANDS.get(name)
     if command is None:
         raise UserError(
@@ -312,6 +313,18 @@ def _doctor(arguments: Namespace) -> int:
     return doctor.main(arguments.gen_python)
 
 
+def _bench_packing_options(parser: ArgumentParser) -> None:
+    from streamrl_jax.bench.packing import add_options
+
+    add_options(parser)
+
+
+def _bench_packing(arguments: Namespace) -> int:
+    from streamrl_jax.bench.packing import run
+
+    return run(arguments)
+
+
 def _load(arguments: Namespace) -> Config:
     """The configuration of a command that needs one."""
     from streamrl_jax.config_io import load_config
@@ -335,4 +348,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "warm start, RL, evaluation and export on this machine, in minutes", _demo_options, _demo, "CONFIG"
     ),
     "doctor": Command("is this machine fit for a run, and if not, what to do", _doctor_options, _doctor),
+    "bench packing": Command(
+        "padding, shapes and speed of the packer on a file of lengths", _bench_packing_options, _bench_packing
+    ),
 }

@@ -33,8 +33,8 @@ def batch_arithmetic(config: Config, shards: int = 1) -> str:
         "optimizer": _updates(config, updates),
         "run": f"{iterations:,} iterations = {iterations * samples:,} samples, {iterations * updates:,} "
         "optimizer steps",
-        "micro-batch": f"{shape.full:,} rows × {shape.row_len:,} tokens over {shards} data-parallel ranks = "
-        f"{shape.full * shape.row_len // shards:,} tokens a rank (at most {budget:,})",
+        "micro-batch": f"{len(shape.shapes)} compiled shapes, rows × tokens over {shards} data-parallel ranks: "
+        f"{', '.join(map(str, shape.shapes))}; at most {shape.full.tokens // shards:,} tokens a rank (of {budget:,})",
         "generation": f"{gen.instances} instances × {gen.max_num_seqs} slots = {slots:,} at once"
         + (f", {-(-samples // slots)} rounds an iteration" if slots else "")
         + (f", and {len(gen.endpoints)} endpoints" if gen.endpoints else ""),

@@ -1,7 +1,7 @@
 """Packs answers into the few row shapes that the training step is compiled for. NumPy only.
 
 Several prompt-and-answer sequences lie end to end in a row, told apart by `segment_ids`. A micro-batch
-leaves as soon as it is full, while other answers are still being generated.
+leaves as soon as it is well filled, while other answers are still being generated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from streamrl_jax.train.answer import Answer
-from streamrl_jax.train.shapes import BatchShape
+from streamrl_jax.train.packing import Packed, Packer
+from streamrl_jax.train.shapes import BatchShape, Shape
 
 A = TypeVar("A")
 
@@ -75,7 +76,7 @@ class MicroBatch:
 
 
 class MicroBatcher:
-    """Puts each answer into the fullest row that has room for it, and hands out a micro-batch when it is full.
+    """Hands out micro-batches of the answers that it is given; which lies where is `packing.Packer`'s choice.
 
     Call order: `add` for each answer, then `flush` for what is left.
 
@@ -86,69 +87,55 @@ class MicroBatcher:
         """Starts empty.
 
         Args:
-            shape: Row length and row counts.
+            shape: The compiled shapes.
             pack: Whether a row may hold several answers.
         """
-        self._shape = shape
-        self._pack = pack
-        self._shortest = shape.row_len
-        self._clear()
+        self._packer = Packer(shape, pack=pack)
+        self._waiting: dict[int, Answer] = {}
+        self._count = 0
 
     def add(self, answer: Answer) -> list[MicroBatch]:
         """Takes an answer.
 
         Returns:
-            The micro-batches that this made full: none, one, or two.
+            The micro-batches that leave now: mostly none, or one.
 
         Raises:
-            ValueError: The answer is longer than a row.
+            ValueError: The answer is longer than the longest row.
         """
-        if len(answer) > self._shape.row_len:
+        self.put(answer)
+        return [self._write(packed) for packed in self._packer.leaving()]
+
+    def put(self, answer: Answer) -> None:
+        """Takes an answer, and lets nothing leave before the next `add` or `flush`. Raises as `add`."""
+        if len(answer) > self._packer.longest:
             raise ValueError(
                 f"sample {answer.name}: {len(answer.prompt_ids)} prompt and {len(answer.response_ids)} "
-                f"answer tokens do not fit a row of {self._shape.row_len}"
+                f"answer tokens do not fit a row of {self._packer.longest}"
             )
-        self._shortest = min(self._shortest, len(answer))
-        full: list[MicroBatch] = []
-        row = self._row_for(len(answer))
-        if row is None:
-            full.extend(self.flush())
-            row = 0
-        self._rows[row].append(answer)
-        self._room[row] = self._room[row] - len(answer) if self._pack else 0
-        # Nothing as short as any answer so far would fit: do not wait for one that does not.
-        if max(self._room) < self._shortest:
-            full.extend(self.flush())
-        return full
+        self._packer.put(len(answer))
+        self._waiting[self._count] = answer
+        self._count += 1
 
     def flush(self) -> list[MicroBatch]:
-        """Hands out what is held, in the smallest shape that holds it: one micro-batch, or none."""
-        filled = [row for row in self._rows if row]
-        self._clear()
-        if not filled:
-            return []
-        return [_pack_rows(filled, self._shape.fitting(len(filled)), self._shape.row_len)]
+        """Hands out what is held, in as many micro-batches as waste the least."""
+        return [self._write(packed) for packed in self._packer.flush()]
 
-    def _row_for(self, length: int) -> int | None:
-        fits = [row for row, room in enumerate(self._room) if room >= length]
-        return min(fits, key=lambda row: self._room[row]) if fits else None
-
-    def _clear(self) -> None:
-        self._rows: list[list[Answer]] = [[] for _ in range(self._shape.full)]
-        self._room = [self._shape.row_len] * self._shape.full
+    def _write(self, packed: Packed) -> MicroBatch:
+        rows = [[self._waiting.pop(number) for number in row] for row in packed.rows]
+        return _pack_rows(rows, packed.shape)
 
 
 def pack_all(answers: Sequence[Answer], shape: BatchShape, *, pack: bool = True) -> list[MicroBatch]:
-    """Packs answers that are all there, the longest first, which leaves the least padding."""
+    """Packs answers that are all there: the choice is among all of them, whatever their order."""
     batcher = MicroBatcher(shape, pack=pack)
-    batches: list[MicroBatch] = []
-    for answer in sorted(answers, key=len, reverse=True):
-        batches.extend(batcher.add(answer))
-    return batches + batcher.flush()
+    for answer in answers:
+        batcher.put(answer)
+    return batcher.flush()
 
 
-def _pack_rows(filled: list[list[Answer]], rows: int, length: int) -> MicroBatch:
-    arrays = empty_rows(rows, length)
+def _pack_rows(filled: Sequence[Sequence[Answer]], shape: Shape) -> MicroBatch:
+    arrays = empty_rows(shape.rows, shape.row_len)
     placements: list[Placement] = []
     for row, answers in enumerate(filled):
         start = 0

@@ -16,6 +16,8 @@ from streamrl_jax.train.answer import Answer
 from streamrl_jax.train.batcher import MicroBatch
 from streamrl_jax.train.moments import Moments, merge
 from streamrl_jax.train.objective import Tally
+from streamrl_jax.train.packing import rank_costs, row_cost
+from streamrl_jax.train.shapes import BatchShape
 
 # In these the means of several updates are reported; of anything else (rates) the last.
 _AVERAGED = ("grad_norm",)
@@ -112,14 +114,36 @@ def update_metrics(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, flo
     return metrics
 
 
-def packing_metrics(batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """How many micro-batches there were, and which share of their tokens was padding."""
+def packing_metrics(batches: Sequence[MicroBatch], shape: BatchShape) -> dict[str, float]:
+    """How many micro-batches there were, which share of their tokens was padding, and how level the ranks were.
+
+    Args:
+        batches: All of an iteration.
+        shape: The compiled shapes, and over how many ranks their rows are split.
+
+    Returns:
+        The imbalance is the most loaded rank's work over the mean rank's, each summed over the micro-batches
+        (ranks wait for each other in every one); work as `packing.row_cost` counts it.
+    """
     used, capacity = sum(b.used for b in batches), sum(b.capacity for b in batches)
+    ranks = [rank_costs(_row_costs(b), shape.shards) for b in batches]
     return {
         "training/micro_batches": float(len(batches)),
         "training/tokens": float(used),
         "training/padding_share": 1.0 - used / capacity,
+        "training/compiled_shapes": float(len(shape.shapes)),
+        "training/shapes_used": float(len({b.rows.tokens.shape for b in batches})),
+        "training/rank_imbalance": math.fsum(map(max, ranks))
+        * shape.shards
+        / math.fsum(map(math.fsum, ranks)),
     }
+
+
+def _row_costs(batch: MicroBatch) -> list[float]:
+    lengths: list[list[int]] = [[] for _ in range(len(batch.rows.tokens))]
+    for placement in batch.placements:
+        lengths[placement.row].append(len(placement.answer))
+    return [row_cost(row) for row in lengths]
 
 
 def overlap_metrics(accumulated_at: Sequence[float], last_arrival: float) -> dict[str, float]:

@@ -103,8 +103,8 @@ class SupervisedTrainer:
 
     def warm_up(self) -> None:
         """Compiles for all row shapes, by running on padding; an empty batch changes nothing."""
-        for count in self.shape.rows:
-            rows = place(empty_rows(count, self.shape.row_len), self._mesh)
+        for each in self.shape.shapes:
+            rows = place(empty_rows(each.rows, each.row_len), self._mesh)
             gradients = self._accumulate(self.network.params, self._gradients, rows)
             self.network, self._gradients, _ = self._apply(self.network, gradients)
             jax.block_until_ready((self.network, self._hits(self.network.params, rows)))
@@ -136,7 +136,7 @@ class SupervisedTrainer:
 
     def _accumulate_body(self, params: Params, gradients: Gradients, rows: DeviceRows) -> Gradients:
         def loss(params: Params) -> Float[Array, ""]:
-            logp, _ = policy_logprobs(
+            logp, _, _ = policy_logprobs(
                 self._model,
                 params,
                 rows,

@@ -11,7 +11,15 @@ from streamrl_jax.config import Config
 from streamrl_jax.errors import UserError
 
 _ROW_MULTIPLE: Final = 64
-_TAIL_SHARE: Final = 4  # the last micro-batch of an iteration may use a shape of a quarter of the rows
+_SHORT_ROW: Final = 512  # up to here a row's attention is cheap beside the rest, and one row length does
+_LENGTHS: Final = (
+    1.0,
+    0.55,
+    0.4,
+    0.3,
+)  # of rows, in parts of the longest; what they bring: docs/benchmarks.md
+MOST_SHAPES: Final = 6
+MOST_SHAPES_OF_SHORT_ROWS: Final = 3  # small models too: a compilation takes longer there than an iteration
 
 
 def fill_axes(axes: Mapping[str, int], devices: int, kind: str) -> dict[str, int]:
@@ -48,26 +56,42 @@ def fill_axes(axes: Mapping[str, int], devices: int, kind: str) -> dict[str, int
 
 
 @dataclass(frozen=True)
-class BatchShape:
-    """The shapes that the step is compiled for.
+class Shape:
+    """One shape that the step is compiled for: [rows, row_len], over all data-parallel ranks."""
 
-    Attributes:
-        row_len: Tokens of a row.
-        rows: Row counts, ascending; the last is the full micro-batch, smaller ones serve what is left at the
-            end.
-    """
-
+    rows: int
     row_len: int
-    rows: tuple[int, ...]
 
     @property
-    def full(self) -> int:
-        """Rows of a full micro-batch."""
-        return self.rows[-1]
+    def tokens(self) -> int:
+        """What is computed, padding included."""
+        return self.rows * self.row_len
 
-    def fitting(self, rows: int) -> int:
-        """The smallest compiled row count that holds so many."""
-        return next(count for count in self.rows if count >= rows)
+    def __str__(self) -> str:
+        return f"{self.rows:,} × {self.row_len:,}"
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The shapes that a micro-batch may have. All of them are compiled before the first iteration.
+
+    Attributes:
+        shapes: The one of most tokens first. At least one has rows that hold the longest sample.
+        shards: Data-parallel ranks; each works on an equal share of the rows, the first on the first ones.
+    """
+
+    shapes: tuple[Shape, ...]
+    shards: int = 1
+
+    @property
+    def full(self) -> Shape:
+        """The shape of most tokens."""
+        return self.shapes[0]
+
+    @property
+    def row_len(self) -> int:
+        """Tokens of the longest row."""
+        return max(shape.row_len for shape in self.shapes)
 
 
 def plan_shape(
@@ -78,38 +102,66 @@ def plan_shape(
     shards: int,
     row_len: int = 0,
 ) -> BatchShape:
-    """Chooses the row shapes.
+    """Chooses the shapes, from the limits alone: what lengths there will be is not known when they are compiled.
+
+    A rank's share of a shape is at most the budget. Rows hold eight of the longest samples, up to 512 tokens, so
+    that little room is left in them. Where the longest sample is longer than that, there are rows of four lengths:
+    r for the longest sample, .55 r, .4 r and .3 r. So answers of just over half of a row need not lie alone in it,
+    and short ones are not computed in rows of the longest, where attention costs as the square of the row. Smaller
+    micro-batches, of an eighth or so, serve what is left at the end.
 
     Args:
         longest: Tokens of the longest sample that the limits allow.
         samples: Samples of an iteration; no shape is larger than what they can need.
         budget_per_shard: Tokens of a micro-batch per data-parallel rank, `actor.ppo_max_token_len_per_gpu`.
         shards: Data-parallel ranks (data x fsdp), over which the rows are split evenly.
-        row_len: Tokens of a row; 0: `longest`, rounded up to 64.
+        row_len: Tokens of every row; 0: chosen, the longest being `longest` rounded up to 64.
 
     Returns:
-        Full micro-batches of as many rows as the budget allows, and a shape of a quarter of that for the
-        rest.
+        At most six shapes, at most three where rows have up to 512 tokens.
 
     Raises:
         UserError: A row is shorter than the longest sample, or longer than the budget.
     """
-    row_len = row_len or -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    if row_len < longest:
+    least = row_len or _rounded(longest)
+    if least < longest:
         raise UserError(
             f"trainer.pack_row_length = {row_len} is under the longest prompt and answer, {longest} tokens, "
             "so that a long sample would fit no row; raise it, or set it to 0"
         )
-    if budget_per_shard < row_len:
+    if budget_per_shard < least:
         raise UserError(
-            f"actor.ppo_max_token_len_per_gpu = {budget_per_shard} is less than a row of {row_len} tokens; "
-            f"raise it to {row_len} or more, or lower data.max_prompt_length, data.max_response_length or "
+            f"actor.ppo_max_token_len_per_gpu = {budget_per_shard} is less than a row of {least} tokens; raise it "
+            f"to {least} or more, or lower data.max_prompt_length, data.max_response_length or "
             "trainer.pack_row_length"
         )
-    needed = -(-samples // (row_len // longest))
-    per_shard = min(budget_per_shard // row_len, -(-needed // shards))
-    tail = -(-per_shard // _TAIL_SHARE)
-    return BatchShape(row_len, tuple(sorted({tail * shards, per_shard * shards})))
+
+    def rows(length: int) -> int:
+        """As many as the budget allows a rank, and no more than it can need."""
+        needed = -(-samples // max(1, length // longest))
+        return min(budget_per_shard // length, -(-needed // shards))
+
+    def part(length: int, divisor: int) -> tuple[int, int]:
+        """A part of those rows, at least one."""
+        return -(-rows(length) // divisor), length
+
+    roomy = max(least, min(_rounded(8 * longest), _SHORT_ROW, budget_per_shard))
+    lengths = [_rounded(roomy * share) for share in _LENGTHS]
+    if row_len:
+        wanted, most = [part(row_len, 1), part(row_len, 4), part(row_len, 16)], MOST_SHAPES
+    elif roomy <= _SHORT_ROW:
+        wanted = [part(roomy, 1), part(roomy, 8), part(lengths[3], 16), part(roomy, 4), part(lengths[1], 1)]
+        most = MOST_SHAPES_OF_SHORT_ROWS
+    else:
+        # What is left at the end may be long: one of the small shapes has the longest rows.
+        small = [part(roomy, 8), part(lengths[1], 4), part(lengths[3], 8)]
+        wanted, most = [part(length, 1) for length in lengths] + small, MOST_SHAPES
+    shapes = [Shape(count * shards, length) for count, length in dict.fromkeys(wanted)][:most]
+    return BatchShape(tuple(sorted(shapes, key=lambda s: (-s.tokens, s.row_len))), shards)
+
+
+def _rounded(length: float) -> int:
+    return math.ceil(length / _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def plan_rl_shape(cfg: Config, shards: int) -> BatchShape:

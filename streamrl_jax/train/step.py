@@ -253,9 +253,9 @@ class Steps:
         Returns:
             The state, unchanged.
         """
-        for count in shape.rows:
+        for each in shape.shapes:
             actor_sum, critic_sum = self.zero_gradients()
-            rows = self.place(empty_rows(count, shape.row_len))
+            rows = self.place(empty_rows(each.rows, each.row_len))
             jax.block_until_ready(self.score(state.actor.params, rows))
             known = None if reference is None else self.score(reference, rows)
             start = self.score(state.actor.params, rows) if self.cfg.scores_first else None

@@ -339,7 +339,8 @@ class Trainer:
         lengths = [len(answer.response_ids) for answer in self._answers if answer.trained]
         metrics |= answer_metrics([*self._answers, *self._left_out], kl * float(np.mean(lengths or [0])))
         metrics |= filter_metrics(self._left_out, self._cfg.rollout.n, filters=self._filters)
-        metrics |= update_metrics(reports) | packing_metrics([batch.micro for batch in self._batches])
+        metrics |= update_metrics(reports)
+        metrics |= packing_metrics([batch.micro for batch in self._batches], self.shape)
         metrics |= overlap_metrics(self._accumulated_at, self._last_arrival)
         agreement = compare(list(zip((m for m, _ in self._scored), scored, strict=True)), self._version)
         refusal = None

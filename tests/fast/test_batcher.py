@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl_jax.errors import UserError
 from streamrl_jax.train.answer import Answer, Shaping, generated_answer, sampled_answer, taught_answer
 from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
-from streamrl_jax.train.shapes import BatchShape, plan_rl_shape, plan_shape
+from streamrl_jax.train.shapes import BatchShape, Shape
 from streamrl_jax.types import FinishReason, VersionRun
 
-from .tiny_training import config, samples, with_generation
+from .tiny_training import samples, with_generation
 
-SHAPE = BatchShape(row_len=16, rows=(1, 3))
+SHAPE = BatchShape((Shape(3, 16), Shape(1, 16)))
 
 
 def answer(
@@ -93,15 +92,23 @@ def test_a_micro_batch_leaves_as_soon_as_nothing_more_would_fit() -> None:
     assert batcher.flush() == []
 
 
-def test_an_answer_that_fits_no_row_starts_the_next_micro_batch() -> None:
+def test_answers_that_fill_no_shape_wait_for_better_ones_and_not_for_long() -> None:
     batcher = MicroBatcher(SHAPE)
-    arriving = [answer(1, 1, "short"), *(answer(5, 6, str(i)) for i in range(3))]
-    assert [batcher.add(one) for one in arriving] == [[]] * 4
-    (first,) = batcher.add(answer(5, 6, "late"))
-    assert [placement.answer.name for placement in first.placements] == ["short", "0", "1", "2"]
+    arriving = [answer(1, 1, "short"), *(answer(5, 6, str(i)) for i in range(6))]
+    released = [batcher.add(one) for one in arriving]
+    assert [len(each) for each in released] == [0, 0, 0, 0, 0, 0, 1]  # 68 tokens, and a full one has 48
+    placed = [placement.answer.name for each in released for micro in each for placement in micro.placements]
+    placed += [placement.answer.name for micro in batcher.flush() for placement in micro.placements]
+    assert sorted(placed) == ["0", "1", "2", "3", "4", "5", "short"]
+
+
+def test_what_is_left_goes_into_the_smaller_shape() -> None:
+    batcher = MicroBatcher(SHAPE)
+    assert batcher.add(answer(5, 6, "late")) == []
     (rest,) = batcher.flush()
     assert [placement.answer.name for placement in rest.placements] == ["late"]
-    assert rest.rows.tokens.shape == (1, 16)  # what is left goes into the smaller shape
+    assert rest.rows.tokens.shape == (1, 16)
+    assert batcher.flush() == []
 
 
 def test_an_answer_longer_than_a_row_is_named() -> None:
@@ -109,50 +116,6 @@ def test_an_answer_longer_than_a_row_is_named() -> None:
         ValueError, match=r"sample 7/q/1: 8 prompt and 9 answer tokens do not fit a row of 16"
     ):
         MicroBatcher(SHAPE).add(answer(8, 9, "7/q/1"))
-
-
-def test_long_tailed_lengths_leave_little_padding() -> None:
-    draw = np.random.default_rng(0)
-    lengths = np.minimum(draw.lognormal(4.0, 0.8, 2000).astype(int) + 1, 480)
-    answers = [answer(32, int(n), str(i)) for i, n in enumerate(lengths)]
-    batches = stream(answers, BatchShape(512, (8, 32)), "token-mean", True)
-    used, capacity = sum(b.used for b in batches), sum(b.capacity for b in batches)
-    assert used / capacity > 0.9
-
-
-@pytest.mark.parametrize(
-    ("asked", "built"),
-    [
-        # 60 + 40 tokens round up to a row of 128; 1024 tokens are 8 rows on each of 2 ranks.
-        ({"longest": 100, "samples": 500, "budget_per_shard": 1024, "shards": 2}, BatchShape(128, (4, 16))),
-        # 5 samples of up to 12 tokens fit a row of 64, so 16 samples never need more than 4 rows.
-        ({"longest": 12, "samples": 16, "budget_per_shard": 4096, "shards": 1}, BatchShape(64, (1, 4))),
-        (
-            {"longest": 12, "samples": 4, "budget_per_shard": 64, "shards": 4, "row_len": 12},
-            BatchShape(12, (4,)),
-        ),
-    ],
-)
-def test_the_budget_sets_the_shapes(asked: dict[str, int], built: BatchShape) -> None:
-    assert plan_shape(**asked) == built
-
-
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        (
-            {"actor": {"ppo_max_token_len_per_gpu": 31}},
-            "ppo_max_token_len_per_gpu = 31 is less than a row of 32",
-        ),
-        (
-            {"trainer": {"pack_row_length": 15}},
-            "pack_row_length = 15 is under the longest prompt and answer, 16",
-        ),
-    ],
-)
-def test_a_row_must_hold_a_sample_and_the_budget_a_row(section: dict[str, dict[str, int]], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        plan_rl_shape(config(**section), shards=1)
 
 
 def test_what_a_sample_becomes() -> None:
@@ -204,7 +167,7 @@ def test_overlong_filtering_takes_a_cut_answer_out_of_the_loss(
 ) -> None:
     sample = with_generation(samples()[0], finish_reason=finish)
     made = sampled_answer(sample, Shaping(mask_truncated=masks))
-    (micro,) = pack_all([made], BatchShape(32, (1,)))
+    (micro,) = pack_all([made], BatchShape((Shape(1, 32),)))
     assert made.trained == trained == micro.rows.response_mask.any()
 
 

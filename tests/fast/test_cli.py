@@ -384,8 +384,13 @@ def test_the_arithmetic_is_that_of_the_batches_the_trainer_builds(shards: int) -
     assert lines["iteration"] == "64 prompts × 4 answers = 256 samples"
     assert lines["optimizer"] == "8 steps an iteration: 2 epochs × 4 mini-batches of 16 prompts = 64 samples"
     assert lines["run"] == "100 iterations = 25,600 samples, 800 optimizer steps"
+    shapes = ", ".join(f"{each.rows:,} × {each.row_len:,}" for each in shape.shapes)
     assert lines["micro-batch"].startswith(
-        f"{shape.full} rows × {shape.row_len} tokens over {shards} data-parallel"
+        f"{len(shape.shapes)} compiled shapes, rows × tokens over {shards} data"
+    )
+    assert (
+        f": {shapes}; at most {shape.full.tokens // shards:,} tokens a rank (of 4,096)"
+        in lines["micro-batch"]
     )
     assert lines["generation"] == "2 instances × 64 slots = 128 at once, 2 rounds an iteration"
     assert "training waits for the last sample" in lines["mode"]
@@ -485,6 +490,8 @@ def test_one_instance_takes_the_devices_of_one(project: Path) -> None:
     config = load_config([Path("base.toml")], ["gen.devices=[cpu:0,cpu:1]"])
     with pytest.raises(UserError, match=r"gen\.devices has 2 entries, and streamrl gen is one instance"):
         standalone_spec(config, Path("model"), "127.0.0.1:0")
-    one = load_config([Path("base.toml")], ["security.token_file=base.toml", "rollout.mask_padded_vocab=false"])
+    one = load_config(
+        [Path("base.toml")], ["security.token_file=base.toml", "rollout.mask_padded_vocab=false"]
+    )
     spec = standalone_spec(one, Path("model"), "127.0.0.1:7001")
     assert spec.name.endswith("-7001") and (spec.engine.device, spec.token_file) == ("", "base.toml")
