@@ -24,7 +24,7 @@ from streamrl_jax.train.shapes import BatchShape, Shape, plan_shape
 # linear layers (24 width^2 beside 4 len width operations a token); here for a width of 1,536.
 _LEVEL_ROW: Final = 6 * 1536
 
-ORDERS: Final = ("arrival", "random", "sorted", "file")
+ORDERS: Final = ("arrival", "random", "sorted", "file", "together")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def arranged(requests: Sequence[Request], order: str, seed: int) -> list[int]:
     Args:
         requests: Of one iteration.
         order: "arrival": as they finish if all begin at once, the shortest answer first; "random"; "sorted": the
-            shortest sample first, the hardest for who packs a stream; "file": as they are.
+            shortest sample first, the hardest for who packs a stream; "file": as they are; "together": all are there
+            before packing begins, the longest first.
         seed: Of the random order.
     """
     if order == "arrival":
@@ -119,6 +120,8 @@ def arranged(requests: Sequence[Request], order: str, seed: int) -> list[int]:
     lengths = [request.total for request in requests]
     if order == "sorted":
         lengths.sort()
+    elif order == "together":
+        lengths.sort(reverse=True)
     elif order == "random":
         lengths = [lengths[at] for at in np.random.default_rng(seed).permutation(len(lengths))]
     return lengths
@@ -129,6 +132,14 @@ def here(shape: BatchShape, lengths: Sequence[int]) -> list[Packed]:
     packer = Packer(shape)
     packed = [one for length in lengths for one in packer.add(length)]
     return packed + packer.flush()
+
+
+def here_together(shape: BatchShape, lengths: Sequence[int]) -> list[Packed]:
+    """As `batcher.pack_all`: `Packer` chooses among all of them."""
+    packer = Packer(shape)
+    for length in lengths:
+        packer.put(length)
+    return packer.flush()
 
 
 def two_shapes(shape: BatchShape, lengths: Sequence[int]) -> list[Packed]:
@@ -206,9 +217,10 @@ def compare(requests: Sequence[Request], longest: int, setting: Setting) -> list
     iterations = [arranged(part, setting.order, seed) for seed, part in enumerate(parts)]
     shape = plan_shape(longest=longest, samples=size, budget_per_shard=setting.budget, shards=setting.ranks)
     plain = plain_shapes(longest, setting.budget, setting.ranks)
+    ours_way = here_together if setting.order == "together" else here
     ours, two, one = (
         measure(way, shapes, iterations)
-        for way, shapes in ((here, shape), (two_shapes, plain), (one_a_row, plain))
+        for way, shapes in ((ours_way, shape), (two_shapes, plain), (one_a_row, plain))
     )
     used = len({each for each, _ in ours.micro_batches})
     batches = " / ".join(f"{len(each.micro_batches) / len(iterations):.0f}" for each in (ours, two, one))
@@ -269,19 +281,20 @@ def run(arguments: Namespace) -> int:
     if min([*sizes, *budgets, *ranks]) < 1:
         raise UserError("--samples-per-iteration, --budget and --ranks must be positive")
     lines: list[list[str]] = []
-    for size, budget, rank_count in product(sizes, budgets, ranks):
-        kept = [request for request in everything if 0 < request.total <= budget]
-        if len(kept) < size:
+    for budget in budgets:
+        fitting = budget // 64 * 64  # rows are multiples of 64
+        kept = [request for request in everything if 0 < request.total <= fitting]
+        if len(kept) < max(sizes):
             raise UserError(
-                f"{arguments.lengths} has {len(kept):,} samples of at most {budget:,} tokens, fewer than an "
-                f"iteration of {size:,}; lower --samples-per-iteration or raise --budget"
+                f"{arguments.lengths} has {len(kept):,} samples of at most {fitting:,} tokens, fewer than an "
+                f"iteration of {max(sizes):,}; lower --samples-per-iteration or raise --budget"
             )
         if len(kept) < len(everything):
-            print(f"budget {budget:,}: {len(everything) - len(kept):,} longer samples are left out")
-        # A budget that is no multiple of 64 holds a row of its own length at most.
+            print(
+                f"budget {budget:,}: {len(everything) - len(kept):,} of {len(everything):,} samples are left out"
+            )
         longest = max(request.total for request in kept)
-        lines += [
-            compare(kept, longest, Setting(size, budget, rank_count, order)) for order in arguments.order
-        ]
+        for size, rank_count, order in product(sizes, ranks, arguments.order):
+            lines.append(compare(kept, longest, Setting(size, budget, rank_count, order)))
     print(table(lines))
     return 0

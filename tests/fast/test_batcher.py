@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from streamrl_jax.train.answer import Answer, Shaping, generated_answer, sampled_answer, taught_answer
 from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
+from streamrl_jax.train.packing import row_cost
+from streamrl_jax.train.report import packing_metrics
 from streamrl_jax.train.shapes import BatchShape, Shape
 from streamrl_jax.types import FinishReason, VersionRun
 
@@ -177,3 +179,21 @@ def test_the_soft_punishment_shapes_the_reward_and_not_the_score() -> None:
     made = sampled_answer(sample, Shaping(limit=length + 1, buffer_len=4, penalty_factor=2.0))
     assert made.score == sample.reward
     assert made.reward == pytest.approx(sample.reward - 2.0 * 3 / 4)
+
+
+def test_what_is_logged_of_the_packing() -> None:
+    shape = BatchShape((Shape(4, 16), Shape(2, 16)), shards=2)
+    first, second = pack_all([answer(6, 10), answer(6, 6), answer(1, 3), answer(2, 2), answer(4, 4)], shape)
+    assert sorted(len(placement.answer) for placement in first.placements) == [4, 12, 16]
+    assert sorted(len(placement.answer) for placement in second.placements) == [4, 8]
+    assert [micro.rows.tokens.shape for micro in (first, second)] == [(2, 16), (2, 16)]
+    work = [[row_cost([16]), row_cost([12, 4])], [row_cost([8, 4]), 0.0]]  # of the two ranks, a row each
+    expected = {
+        "training/micro_batches": 2,
+        "training/tokens": 44,
+        "training/padding_share": 1 - 44 / 64,
+        "training/compiled_shapes": 2,
+        "training/shapes_used": 1,
+        "training/rank_imbalance": sum(map(max, work)) / (sum(map(sum, work)) / 2),
+    }
+    assert packing_metrics([first, second], shape) == pytest.approx(expected)

@@ -11,6 +11,7 @@ from streamrl_jax.bench.packing import (
     Request,
     arranged,
     here,
+    here_together,
     measure,
     one_a_row,
     plain_shapes,
@@ -28,7 +29,7 @@ def test_every_way_packs_each_sample_once() -> None:
     lengths = [30, 64, 1, 1, 50, 14, 33, 31, 64, 2]
     shape = plain_shapes(longest=64, budget=128, ranks=2)
     assert shape == BatchShape((Shape(4, 64), Shape(2, 64)), 2)
-    for way in (here, two_shapes, one_a_row):
+    for way in (here, here_together, two_shapes, one_a_row):
         packed = way(shape, lengths)
         assert sorted(n for one in packed for row in one.rows for n in row) == list(range(len(lengths)))
         for one in packed:
@@ -50,6 +51,7 @@ def test_the_orders() -> None:
     assert arranged(requests, "file", 0) == [12, 3, 6]
     assert arranged(requests, "arrival", 0) == [6, 3, 12]
     assert arranged(requests, "sorted", 0) == [3, 6, 12]
+    assert arranged(requests, "together", 0) == [12, 6, 3]
     assert sorted(arranged(requests, "random", 0)) == [3, 6, 12]
 
 
@@ -58,7 +60,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "packing", str(LENGTHS), *options]) == 0
     *notes, header, _, one, two, three, four = capsys.readouterr().out.splitlines()
     assert header == f"| {' | '.join(HEADER)} |"
-    assert notes == ["budget 4,096: 17 longer samples are left out"]
+    assert notes == ["budget 4,096: 17 of 200 samples are left out"]
     assert [line.split(" | ")[:4] for line in (one, two, three, four)] == [
         ["| 64", budget, "1", order] for budget in ("4,096", "8,192") for order in ("arrival", "sorted")
     ]
