@@ -72,7 +72,7 @@ class ActorSection(Section):
     """Its estimator (Schulman's names). The gradient of ``k1`` averages to zero: it would hold nothing back. ``k3+``
     has the value of ``k3`` and the gradient of ``k2``, which is that of the KL."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the load-balance loss of a mixture of experts: of each sequence by itself, aggregated as the loss is."""
+    """Weight of the load-balance loss of a mixture of experts: each sequence's own, aggregated as the loss is."""
     grad_clip: float = Field(default=1.0, gt=0.0)
     """Global norm."""
     optim: OptimSection = OptimSection()

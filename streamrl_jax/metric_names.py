@@ -40,6 +40,7 @@ METRICS: Final[Mapping[str, str]] = {
     "actor/pg_clipfrac_lower": "Share of tokens that the dual clip held.",
     "actor/entropy": "Entropy of the policy at the sampling temperature, nats, aggregated as actor.loss_agg_mode says.",
     "actor/kl_loss": "KL to the reference in the loss, before its weight, aggregated as actor.loss_agg_mode says.",
+    "actor/router_aux_loss": "Load-balance loss of a mixture of experts, before its weight; 1 is even.",
     "actor/reward_kl_penalty": "KL to the reference that is in the reward, before its weight, token mean.",
     "actor/grad_norm": "Global norm of the gradient before clipping.",
     "actor/lr": "Learning rate of the step.",

@@ -21,6 +21,7 @@ from streamrl_jax.train.logprob import shift_values, token_logprobs
 from streamrl_jax.train.loss import PolicyInputs, PolicyLoss, clipped_value_loss
 from streamrl_jax.train.models import Model, Params
 from streamrl_jax.train.moments import Moments, moments
+from streamrl_jax.train.segments import segment_sums
 from streamrl_jax.train.state import DeviceRows
 
 jax.tree_util.register_dataclass(Whitening)
@@ -75,10 +76,10 @@ def policy_logprobs(
     temperature: float,
     chunk: int,
     vocab_limit: int | None,
-) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
-    """`token_logprobs` of packed rows: log-probs of the tokens and entropies."""
-    hidden = model.hidden_states(params, rows.tokens, rows.positions, rows.segment_ids)
-    return token_logprobs(
+) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"], Float[Array, "rows len"]]:
+    """Log-probs of packed rows' tokens and entropies (`token_logprobs`), and shares of `Model.hidden_and_balance`."""
+    hidden, balance = model.hidden_and_balance(params, rows.tokens, rows.positions, rows.segment_ids)
+    logprobs, entropies = token_logprobs(
         hidden,
         model.head_weight(params),
         rows.tokens,
@@ -88,6 +89,7 @@ def policy_logprobs(
         vocab_limit=vocab_limit,
         mesh=model.mesh,
     )
+    return logprobs, entropies, balance
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ class Objective:
 
     def logprobs(
         self, params: Params, rows: DeviceRows
-    ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"]]:
-        """Log-probs of the tokens and entropies, at the sampling temperature."""
+    ) -> tuple[Float[Array, "rows len"], Float[Array, "rows len"], Float[Array, "rows len"]]:
+        """`policy_logprobs` at the sampling temperature."""
         return policy_logprobs(
             self.actor,
             params,
@@ -177,13 +179,17 @@ class Objective:
     def policy_loss(
         self, params: Params, prepared: Prepared, whitening: Whitening
     ) -> tuple[Float[Array, ""], tuple[Tally, Float[Array, "rows len"]]]:
-        """The actor's summed loss: policy loss - entropy_coeff * entropy (+ kl_loss_coef * KL), weighted per token.
+        """The actor's summed loss, weighted per token.
+
+            policy loss - entropy_coeff * entropy + kl_loss_coef * KL + router_aux_loss_coef * balance loss
+
+        The balance loss of a token is that of its sequence, so that all four are aggregated alike.
 
         Returns:
             The sum, and with it the metrics (not scaled by the coefficients) and the current log-probs.
         """
         rows, settings = prepared.rows, self.cfg.actor
-        logp, entropy = self.logprobs(params, rows)
+        logp, entropy, balance = self.logprobs(params, rows)
         corrected = self._corrected(prepared, logp)
         mask = rows.response_mask if corrected is None else corrected.mask
         advantages = (prepared.advantages - whitening.mean) * whitening.scale
@@ -204,6 +210,9 @@ class Objective:
             kl = kl_estimate(logp, prepared.reference_logprobs, settings.kl_loss_type)
             sums["actor/kl_loss"] = weighted(kl)
             total += settings.kl_loss_coef * sums["actor/kl_loss"]
+        if self.actor.arch.experts:
+            sums["actor/router_aux_loss"] = weighted(segment_sums(balance, rows.segment_ids))
+            total += settings.router_aux_loss_coef * sums["actor/router_aux_loss"]
         means = {f"actor/{name}": moments(values, mask) for name, values in statistics.items()}
         spreads = {"critic/advantages": moments(advantages, mask)}
         if corrected is not None:

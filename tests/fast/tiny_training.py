@@ -132,6 +132,14 @@ def decoupled_config() -> Config:
     )
 
 
+def mixture_config() -> Config:
+    """GRPO on a mixture of experts, with its balance loss."""
+    return config(
+        algorithm={"adv_estimator": "grpo"},
+        actor={"router_aux_loss_coef": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
+    )
+
+
 CONFIGS = {
     "ppo": ppo_config,
     "grpo": grpo_config,
@@ -140,6 +148,7 @@ CONFIGS = {
     "gspo": gspo_config,
     "cispo": cispo_config,
     "decoupled": decoupled_config,
+    "mixture": mixture_config,
 }
 
 
@@ -148,7 +157,8 @@ def programs(kind: str, mesh: tuple[int, int, int] = (1, 1, 1)) -> Steps:
     """Compiled programs, shared by the tests of a process."""
     cfg = CONFIGS[kind]()
     devices = jax.devices()[: int(np.prod(mesh))]
-    return Steps(tiny_arch(num_hidden_layers=1), make_mesh(*mesh, devices=devices), cfg)
+    architecture = "Qwen3MoeForCausalLM" if kind == "mixture" else "Qwen2ForCausalLM"
+    return Steps(tiny_arch(architecture, num_hidden_layers=1), make_mesh(*mesh, devices=devices), cfg)
 
 
 def new_trainer(steps: Steps, rows: int, *, pack: bool = True) -> Trainer:
