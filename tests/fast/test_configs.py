@@ -153,6 +153,13 @@ def test_the_example_of_a_reward_works() -> None:
     assert scores == [1.0, 0.8, 0.0, 0.0, 0.0]
 
 
+def test_the_example_of_an_advantage_pushes_up_the_best_alone() -> None:
+    where = f"{REPOSITORY}/examples/custom_advantage.py:beyond_the_best_half"
+    advantage = load_function(where, "algorithm.advantage_fn")
+    assert advantage is not None
+    np.testing.assert_allclose(advantage(np.array([1.0, 0.0, 0.5, 0.5])), [0.25, -0.75, -0.25, -0.25])
+
+
 def test_the_example_of_a_loss_has_the_policy_gradient_of_ppo_at_ratio_one() -> None:
     loss = load_function(f"{REPOSITORY}/examples/custom_loss.py:truncated_reinforce", "algorithm.loss_fn")
     assert loss is not None
