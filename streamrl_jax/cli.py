@@ -325,6 +325,18 @@ def _bench_packing(arguments: Namespace) -> int:
     return run(arguments)
 
 
+def _bench_learning_options(parser: ArgumentParser) -> None:
+    from streamrl_jax.bench.learning import add_options
+
+    add_options(parser)
+
+
+def _bench_learning(arguments: Namespace) -> int:
+    from streamrl_jax.bench.learning import run
+
+    return run(arguments)
+
+
 def _load(arguments: Namespace) -> Config:
     """The configuration of a command that needs one."""
     from streamrl_jax.config_io import load_config
@@ -350,5 +362,10 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "doctor": Command("is this machine fit for a run, and if not, what to do", _doctor_options, _doctor),
     "bench packing": Command(
         "padding, shapes and speed of the packer on a file of lengths", _bench_packing_options, _bench_packing
+    ),
+    "bench learning": Command(
+        "the algorithms, and corrections for staleness, on the demo's task: a table",
+        _bench_learning_options,
+        _bench_learning,
     ),
 }
