@@ -9,6 +9,7 @@ from typing import Final
 # A minus belongs to the number unless it stands behind a digit or a bracket, where it subtracts.
 _NUMBER: Final = r"(?:(?<![\d)\]])[-−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _NUMBERS: Final = re.compile(_NUMBER)
+_LEADING_NUMBER: Final = re.compile(rf"\s*({_NUMBER})")
 _WHOLE_NUMBER: Final = re.compile(rf"\s*\$?\s*({_NUMBER})\s*[%.]?\s*")
 _FRACTION: Final = re.compile(rf"\s*({_NUMBER})\s*/\s*(\d+)\s*|\s*([-−]?)\\frac\{{(\d+)\}}\{{(\d+)\}}\s*")
 _HASHES: Final = re.compile(rf"####\s*\$?\s*({_NUMBER})")
@@ -37,6 +38,12 @@ def last_number(text: str) -> Fraction | None:
     """The last number in a text, or None."""
     found = _NUMBERS.findall(text)
     return _value(found[-1]) if found else None
+
+
+def leading_number(text: str) -> Fraction | None:
+    """The number that a text begins with, spaces aside, or None."""
+    found = _LEADING_NUMBER.match(text)
+    return _value(found[1]) if found else None
 
 
 def hashes_number(text: str) -> Fraction | None:

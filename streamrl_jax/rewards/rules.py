@@ -28,10 +28,12 @@ def exact_match(text: str, columns: Columns, *, answer_key: str = "answer") -> f
 
 def last_number(text: str, columns: Columns, *, answer_key: str = "answer") -> float:
     """1 if the last number in the text equals the row's answer, which must be a number."""
-    wanted = answers.parse_number(_answer(columns, answer_key))
-    if wanted is None:
-        raise _no_number(columns, answer_key)
-    return float(answers.last_number(text) == wanted)
+    return float(answers.last_number(text) == _wanted_number(columns, answer_key))
+
+
+def leading_number(text: str, columns: Columns, *, answer_key: str = "answer") -> float:
+    """1 if the text begins with a number that equals the row's answer, which must be one; the rest is not judged."""
+    return float(answers.leading_number(text) == _wanted_number(columns, answer_key))
 
 
 def gsm8k(text: str, columns: Columns, *, answer_key: str = "answer", strict: bool = False) -> float:
@@ -93,6 +95,7 @@ def reasoning_gym(
 RULES: Final[Mapping[str, Callable[..., float | dict[str, float]]]] = {
     "exact_match": exact_match,
     "last_number": last_number,
+    "leading_number": leading_number,
     "gsm8k": gsm8k,
     "boxed": boxed,
     "reasoning_gym": reasoning_gym,
@@ -108,6 +111,13 @@ def _answer(columns: Columns, key: str) -> str:
         f"the reward needs the right answer, but field {key!r} of the row {found}; name the field in "
         "reward.kwargs.answer_key, or take a reward that does without"
     )
+
+
+def _wanted_number(columns: Columns, key: str) -> Fraction:
+    wanted = answers.parse_number(_answer(columns, key))
+    if wanted is None:
+        raise _no_number(columns, key)
+    return wanted
 
 
 def _no_number(columns: Columns, key: str) -> UserError:

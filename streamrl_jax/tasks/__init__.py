@@ -45,6 +45,7 @@ class Task(Protocol):
 _TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "arithmetic": ("streamrl_jax.tasks.arithmetic", "Arithmetic"),
     "counting": ("streamrl_jax.tasks.counting", "Counting"),
+    "picks": ("streamrl_jax.tasks.picks", "Picks"),
     "reasoning_gym": ("streamrl_jax.tasks.gym", "ReasoningGym"),
 }
 

@@ -27,11 +27,20 @@ from tests.fast.answered import ANSWERED
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
-DEMOS = ("demo", "demo_grpo", "demo_long")
+DEMOS = ("demo", "demo_critic", "demo_grpo", "demo_long")
 
 # What each is for: a change of these is a change of the product.
 INTENDED: dict[str, Callable[[Config], bool]] = {
     "demo": lambda c: c.uses_critic and c.gen.instances == 2 and c.samples_per_iteration == 256 and c.streams,
+    # An answer of noise to a pick that counts, few answers an iteration, and the reward for the beginning alone.
+    "demo_critic": lambda c: (
+        c.uses_critic
+        and c.algorithm.lam == 1.0
+        and c.data.task["shortest"] >= 20
+        and c.samples_per_iteration == 8
+        and c.reward.function == "leading_number"
+        and c.streams
+    ),
     "demo_grpo": lambda c: c.algorithm.adv_estimator == "grpo" and not c.uses_critic and c.gen.instances == 2,
     "demo_long": lambda c: c.rollout.temperature != 1.0 and c.data.max_response_length > 300 and c.streams,
     "smollm2_135m_cpu": lambda c: c.trainer.total_training_steps == 3 and c.data.apply_chat_template,

@@ -106,6 +106,13 @@ def test_boxed(text: str, expected: str | None) -> None:
         ("exact_match", {}, 122, ["122"], ["12"]),
         ("last_number", {}, "42", ["17+25=…=42", "it is 42.", "42.0"], ["42 or 43", "", "none"]),
         (
+            "leading_number",
+            {},
+            "7",
+            ["7", "7+3+3", " 7-9, and more", "7.0 7"],
+            ["70", "3+7", "-7", "is 7", "", "7.5"],
+        ),
+        (
             "gsm8k",
             {},
             "9+9=18\n#### 1,018",
@@ -139,6 +146,7 @@ def test_built_in_rule(
         ("exact_match", {}, "field 'answer' of the row is missing"),
         ("exact_match", {"answer": None}, "field 'answer' of the row is None"),
         ("last_number", {"answer": "x"}, "field 'answer' of the row is 'x'"),
+        ("leading_number", {"answer": "x"}, "field 'answer' of the row is 'x'"),
         ("gsm8k", {"answer": "no number"}, "field 'answer' of the row is 'no number'"),
         ("reasoning_gym", {"answer": "1"}, "needs rows of 'task:reasoning_gym'"),
     ],

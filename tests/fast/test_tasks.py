@@ -20,6 +20,7 @@ from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.tasks import Row, Task, load_task
 from streamrl_jax.tasks.counting import count_on
+from streamrl_jax.tasks.picks import verdict
 from streamrl_jax.tasks.smollm import find_gguf, prepare_smollm
 from streamrl_jax.tasks.toy_model import ToyShape, write_toy_checkpoint
 
@@ -29,7 +30,7 @@ GYM = {
     "size": 300,
     "test_size": 40,
 }
-TASKS: dict[str, dict[str, Any]] = {"arithmetic": {}, "counting": {}, "reasoning_gym": GYM}
+TASKS: dict[str, dict[str, Any]] = {"arithmetic": {}, "counting": {}, "picks": {}, "reasoning_gym": GYM}
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -58,9 +59,8 @@ def test_rows_are_pure_functions(task: Task) -> None:
 
 
 def _name(task: Task) -> str:
-    return {"Arithmetic": "arithmetic", "Counting": "counting", "ReasoningGym": "reasoning_gym"}[
-        type(task).__name__
-    ]
+    names = {"Arithmetic": "arithmetic", "Counting": "counting", "Picks": "picks"}
+    return names.get(type(task).__name__, "reasoning_gym")
 
 
 def _operands(prompt: str) -> tuple[int, int]:
@@ -159,6 +159,59 @@ def test_the_stop_set_of_counting_is_the_rest_after_the_last_carry() -> None:
         assert not _carries(left, right) and row["answer"] == count_on(left, right, 0.0, random.Random(0))
 
 
+# ------------------------------------------------------------------ picks
+
+
+def test_picks_asks_for_the_largest_digit_where_there_is_a_choice_and_holds_out_one_prompt_in_ten() -> None:
+    task = load_task("task:picks", {})
+    train, test = task.train_rows(), task.test_rows()
+    for row in [*train, *test]:
+        offer = row["prompt"].removesuffix("=")
+        assert len(offer) == 4 and len(set(offer)) > 1
+        assert int(row["answer"]) == max(int(digit) for digit in offer)
+    assert len(train) + len(test) == 10_000 - 10
+    assert 0.08 < len(test) / 9_990 < 0.12
+
+
+def test_the_teacher_of_picks_picks_at_random_and_judges_its_first_pick_well() -> None:
+    task = load_task("task:picks", {"shortest": 3, "longest": 6})
+    places, further_lengths, right = [0, 0, 0, 0], set(), 0
+    rows = [row for step in range(20) for row in task.example_rows(0, step, 200)]
+    long_rows = [row for row in rows if row["prompt"].endswith("=")]
+    for row in rows:
+        offer, answer = row["prompt"][:-1], row["answer"]
+        pick, sign = answer[0], answer[1]
+        assert sign == verdict(offer, pick)
+        right += sign == "+"
+        if row in long_rows:
+            picks = answer.split(sign)
+            assert set(picks) <= set(offer) and answer == sign.join(picks)
+            further_lengths.add(len(picks) - 1)
+            if len(set(offer)) == 4:
+                for pick in picks:
+                    places[offer.index(pick)] += 1
+        else:
+            assert row["prompt"].endswith(".") and len(answer) == 2
+    assert further_lengths == {3, 4, 5, 6}
+    assert 0.07 < len(long_rows) / len(rows) < 0.13
+    offers = [row["prompt"].removesuffix("=") for row in task.train_rows()]
+    at_random = np.mean([offer.count(max(offer)) / 4 for offer in offers])
+    assert abs(right / len(rows) - at_random) < 0.03
+    assert max(places) < 1.3 * min(places)
+
+
+def test_the_stop_set_of_picks_is_the_verdict_on_a_pick_from_a_held_out_prompt() -> None:
+    task = load_task("task:picks", {})
+    held_out = prompts(task.test_rows())
+    rows = task.stop_rows()
+    assert len(rows) == 300
+    for row in rows:
+        offer, pick = row["prompt"].split(".")
+        assert f"{offer}=" in held_out and pick in offer
+        assert row["answer"] == ("+" if all(pick >= digit for digit in offer) else "-")
+    assert {row["answer"] for row in rows} == {"+", "-"}
+
+
 # ------------------------------------------------------------------ reasoning-gym
 
 
@@ -199,6 +252,9 @@ def test_reasoning_gym_without_single_answers_has_prompts_but_no_examples() -> N
         ("arithmetic", {"low": 95}, "low = 95, high = 99"),
         ("arithmetic", {"hold_out_one_in": 1}, r"hold_out_one_in = 1"),
         ("counting", {"longest": 95}, "longest = 95"),
+        ("picks", {"digits": 6}, r"data\.task\.digits = 6"),
+        ("picks", {"shortest": 33}, "shortest = 33, longest = 32"),
+        ("picks", {"hold_out_one_in": 1}, r"hold_out_one_in = 1"),
         ("reasoning_gym", {}, "task 'reasoning_gym' needs the arguments dataset"),
         (
             "reasoning_gym",
