@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from streamrl_jax.config import Config
+from streamrl_jax.errors import UserError
 from streamrl_jax.rewards.overlong import overlong_penalty
 from streamrl_jax.types import FinishReason, Generation, Logprobs, Prompt, Sample, TokenIds, expand_runs
 
@@ -111,6 +112,24 @@ def sampled_answer(sample: Sample, shaping: Shaping = Shaping()) -> Answer:
         reward=sample.reward + penalty,
         trained=not (answer.truncated and shaping.mask_truncated),
     )
+
+
+def check_vocabulary(answer: Answer, vocab_limit: int | None) -> None:
+    """Refuses an answer that a policy of this tokenizer cannot have written: its instance is set up otherwise.
+
+    Args:
+        answer: As it was sampled.
+        vocab_limit: From `Tokenizer.vocab_limit`.
+
+    Raises:
+        UserError: One of its ids pads the vocabulary; the trainer gives it probability 0.
+    """
+    if vocab_limit is not None and (highest := int(answer.response_ids.max())) >= vocab_limit:
+        raise UserError(
+            f"sample {answer.name} from {answer.instance}: token id {highest} is none of the tokenizer's "
+            f"{vocab_limit}, and rollout.mask_padded_vocab = true keeps it from being sampled; start the instance with the run's "
+            "configuration, or set it to false for both"
+        )
 
 
 def taught_answer(name: str, prompt_ids: TokenIds, answer_ids: TokenIds) -> Answer:

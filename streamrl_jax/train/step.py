@@ -75,6 +75,7 @@ class Steps:
         """
         self.cfg = cfg
         self.mesh = mesh
+        self.vocab_limit = vocab_limit
         compute = Compute(cfg.model.compute_dtype, cfg.model.remat, cfg.model.attention_block)
         self.actor = Model(arch, mesh, "lm", compute)
         self.critic = Model(arch, mesh, "value", compute) if cfg.uses_critic else None

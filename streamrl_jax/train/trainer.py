@@ -14,7 +14,7 @@ from streamrl_jax.train.advantage import GroupAdvantage, Whitening, level, white
 from streamrl_jax.train.advantage import group_advantage as default_group_advantage
 from streamrl_jax.train.aggregate import Aggregation
 from streamrl_jax.train.agreement import Comparison, compare
-from streamrl_jax.train.answer import Answer, Shaping, sampled_answer
+from streamrl_jax.train.answer import Answer, Shaping, check_vocabulary, sampled_answer
 from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
 from streamrl_jax.train.groups import Groups, draw_mini_batches
 from streamrl_jax.train.mesh import batch_shards, replicated
@@ -149,9 +149,13 @@ class Trainer:
         Returns:
             The groups that this sample completed and that are left out because their scores do not differ
             (`algorithm.filter_groups`): 0 or 1. Another prompt may take their place.
+
+        Raises:
+            UserError: Its instance samples ids that this run masks.
         """
         self._last_arrival = max(self._last_arrival, sample.rewarded_s)
         answer = sampled_answer(sample, self._shaping)
+        check_vocabulary(answer, self._steps.vocab_limit)
         if self._faulty(answer):
             return 0
         complete = self._groups.add(answer) if self._waits_for_groups else [answer]

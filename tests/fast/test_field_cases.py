@@ -38,7 +38,7 @@ from streamrl_jax.samples_log import SampleLog, read_samples
 from streamrl_jax.setup.instances import standalone_spec
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 from streamrl_jax.train.advantage import gae, group_advantage, whitening
-from streamrl_jax.train.answer import sampled_answer, taught_answer
+from streamrl_jax.train.answer import check_vocabulary, sampled_answer, taught_answer
 from streamrl_jax.train.batcher import pack_all
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import Frontier, Meta
@@ -498,6 +498,17 @@ def test_case_14_one_number_tells_both_sides(tmp_path: Path) -> None:
         assert spec.engine.vocab_limit == tokenizer.vocab_limit(masked=masked)
     exact = Tokenizer.load(write_toy_checkpoint(tmp_path / "toy", seed=0))
     assert exact.vocab_limit(masked=True) is None
+
+
+def test_case_14_an_instance_that_samples_padding_is_named() -> None:
+    """An endpoint that was started with another configuration than the run's."""
+    sample = with_generation(answered(3, 1.0), token_ids=np.array([5, 39, 40], np.int32))
+    check_vocabulary(sampled_answer(sample), 41)
+    check_vocabulary(sampled_answer(sample), None)
+    shared = programs("grpo")
+    steps = Steps(shared.actor.arch, shared.mesh, shared.cfg, vocab_limit=40)
+    with pytest.raises(UserError, match=r"train/0/0/0 from instance-0: token id 40 .* the tokenizer's 40"):
+        new_trainer(steps, rows=ROWS).add(sample)
 
 
 def test_case_14_a_supervised_start_does_not_count_padding() -> None:
