@@ -280,7 +280,7 @@ def fault_of_command(words: list[str]) -> str:
         return "" if set(rest) <= make_targets() else f"no such target: {rest}"
     if Path(program).name != "streamrl":
         return ""
-    name, *arguments = rest
+    name, arguments = cli.split_command(rest)
     if name.startswith("-"):
         return ""
     try:
