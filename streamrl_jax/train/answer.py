@@ -127,8 +127,8 @@ def check_vocabulary(answer: Answer, vocab_limit: int | None) -> None:
     if vocab_limit is not None and (highest := int(answer.response_ids.max())) >= vocab_limit:
         raise UserError(
             f"sample {answer.name} from {answer.instance}: token id {highest} is none of the tokenizer's "
-            f"{vocab_limit}, and rollout.mask_padded_vocab = true keeps it from being sampled; start the instance with the run's "
-            "configuration, or set it to false for both"
+            f"{vocab_limit}, and rollout.mask_padded_vocab = true keeps it from being sampled; start the instance "
+            "with the run's configuration, or set it to false for both"
         )
 
 
