@@ -1,9 +1,9 @@
 """The tensors that a loaded vLLM model has places for, in the checkpoint's names and full shapes.
 
-vLLM fuses (q, k, v into one matrix, gate and up into another), splits over tensor-parallel ranks, pads the
-vocabulary, and on CPU repacks a linear layer's weight and leaves its parameter empty. The modules still
-know what they were made from; this is read off them, so that a version is held against the model itself and
-not against a second table.
+vLLM fuses (q, k, v into one matrix, gate and up into another, all experts of a layer into two), splits over
+tensor-parallel ranks, pads the vocabulary, and on CPU repacks what matrix products read: a linear layer's parameter
+is left empty, the experts' are padded and in another order. The modules still know what they were made from; this is
+read off them, so that a version is held against the model itself and not against a second table.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -69,10 +70,29 @@ def _parts(
             )
         for name, size in zip(names, sizes, strict=True):
             yield f"{prefix}{name}.{parameter}", (size,) if parameter == "bias" else (size, module.input_size)
+    elif isinstance(module, RoutedExperts):
+        yield from _expert_parts(module, parameter)
     elif isinstance(module, VocabParallelEmbedding) and parameter == "weight":
         yield f"{path}.weight", (module.org_vocab_size, module.embedding_dim)
     else:
         yield f"{path}.{parameter}" if path else parameter, held
+
+
+def _expert_parts(module: RoutedExperts, parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The matrices of all experts, over all ranks, that one fused parameter is made from."""
+    config = module.moe_config
+    embed, width = config.hidden_dim_unpadded, config.intermediate_size
+    sources = {
+        "w13_weight": {module.ckpt_gate_proj_name: (width, embed), module.ckpt_up_proj_name: (width, embed)},
+        "w2_weight": {module.ckpt_down_proj_name: (embed, width)},
+    }
+    if parameter not in sources:
+        raise ValueError(
+            f"{module.layer_name}.{parameter}: a parameter of experts that checkpoints of ours lack"
+        )
+    for expert in range(config.num_logical_experts):
+        for name, shape in sources[parameter].items():
+            yield f"{module.layer_name}.{expert}.{name}.weight", shape
 
 
 def _output_sizes(module: LinearBase) -> list[int]:

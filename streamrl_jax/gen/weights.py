@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl_jax.bridge.blob import map_blob
@@ -157,6 +158,8 @@ class StagedWeights(WeightTransferEngine[NoInit, ApplyStaged]):
             RuntimeError: no version without faults is staged.
         """
         self._whole()
+        if self.device.type == "cpu":
+            _let_experts_be_packed_again(self.model)
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
 
@@ -224,6 +227,18 @@ class StagingExtension:
     def streamrl_discard(self) -> None:
         """`StagedWeights.discard` on this rank."""
         self.weight_transfer_engine.discard()
+
+
+def _let_experts_be_packed_again(model: torch.nn.Module) -> None:
+    """Makes the reload pad and pack the experts' matrices for the CPU's kernel, as the first loading did.
+
+    vLLM (0.32) does that only where it makes the kernel, and later only copies plain matrices into the packed ones'
+    place. Without its kernel, the reload makes a new one. On GPUs the copy is right, and captured graphs hold on to
+    the kernel's memory.
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
 
 
 def _tensor(staged: _Staged, index: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.types import Fence
 
-from .tiny import tiny_arch, tiny_model
+from .tiny import random_params, tiny_arch, tiny_model
 
 FENCE = Fence("publish-test", 1)
 DTYPE_NAMES = ["float32", "bfloat16"]
@@ -98,6 +98,33 @@ def test_every_tensor_is_shipped_bitwise_with_an_explicit_head(
         assert published.manifest.version == 0 and published.manifest.fence == FENCE
     head, embedding = shipped[names.HEAD_NAME], shipped[names.EMBEDDING_NAME]
     assert (head.tobytes() == embedding.tobytes()) == tied
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_the_experts_of_a_mixture_are_shipped_one_by_one_from_where_they_lie(
+    tmp_path: Path, dtype: str
+) -> None:
+    model = tiny_model(tiny_arch("Qwen3MoeForCausalLM", num_hidden_layers=1, num_experts=4), (1, 2, 4))
+    params = _params(model, 0)
+    with Publisher(model.arch, dtype, FENCE, [tmp_path], bucket_bytes=60_000) as publisher:
+        shipped = _shipped(publisher.publish(params, 0).future.result(60))
+    _assert_same_bits(shipped, _reference(model.arch, params, dtype))
+    assert shipped["model.layers.0.mlp.gate.weight"].shape == (4, 32)
+    kernel = np.asarray(params["layers"]["mlp"]["down"]["kernel"])
+    found = shipped["model.layers.0.mlp.experts.2.down_proj.weight"]
+    np.testing.assert_array_equal(found, kernel[0, 2].T.astype(DTYPES[dtype]))
+
+
+def test_what_a_device_holds_of_an_expert_is_not_underestimated() -> None:
+    """Its kernel is split over the experts too, of which a piece is one: 16 x 24 of 32 x 24 numbers on fsdp=2."""
+    model = tiny_model(tiny_arch("Qwen3MoeForCausalLM"), (1, 2, 4))
+    pieces = [
+        piece for piece in list_pieces(model.arch) if piece.name.endswith(".experts.5.gate_proj.weight")
+    ]
+    params = {
+        "layers": {"mlp": {"gate": {"kernel": random_params(model, 0)["layers"]["mlp"]["gate"]["kernel"]}}}
+    }
+    assert bytes_per_device(params, pieces, "float32") == len(pieces) * 16 * 24 * 4
 
 
 def test_rounding_is_to_nearest_even() -> None:

@@ -258,6 +258,20 @@ def test_loading_shards_the_parameters_and_keeps_every_bit(checkpoint: Checkpoin
     assert_same(hf.load_params(directory, one_device), params)
 
 
+def test_a_mixtures_experts_are_loaded_where_they_lie_and_written_one_by_one(tmp_path: Path) -> None:
+    arch = arch_from_hf(hf_config("Qwen3MoeForCausalLM"))
+    model = tiny_model(arch, (1, 2, 4))
+    params = random_params(model, 2)
+    hf.save_params(params, arch, tmp_path / "out", source=None, max_shard_bytes=30_000)
+    loaded = hf.load_params(tmp_path / "out", model)
+    assert_same(loaded, params)
+    assert shardings(loaded) == shardings(params)
+    tensors = hf.map_tensors_of(tmp_path / "out", arch)
+    assert sum(".mlp.experts." in name for name in tensors) == 2 * 8 * 3
+    up = np.asarray(params["layers"]["mlp"]["up"]["kernel"])
+    np.testing.assert_array_equal(tensors["model.layers.1.mlp.experts.6.up_proj.weight"], up[1, 6].T)
+
+
 def test_shards_with_an_index_equal_a_single_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
     import safetensors.numpy
 
