@@ -39,7 +39,8 @@ class ModelSection(Section):
     path: str = ""
     """A Hugging Face checkpoint directory, or a hub id such as ``Qwen/Qwen2.5-0.5B-Instruct``."""
     critic_path: str = ""
-    """Checkpoint that the critic's body starts from; empty: the policy's."""
+    """Checkpoint that the critic starts from; empty: the policy's. It may have a scalar head of its own
+    (``...ForTokenClassification`` or ``...ForSequenceClassification`` with one label)."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the forward and backward pass; parameters stay float32 masters."""
     remat: Literal["none", "full", "dots"] = "full"
@@ -192,7 +193,7 @@ class TrainerSection(Section):
     xla_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
     """Cap on JAX's preallocation of a GPU."""
     pack_row_length: int = Field(default=0, ge=0)
-    """Tokens of a row of packed samples; 0: the longest sample that the limits allow, rounded up to 64."""
+    """Tokens of a row of packed samples; 0: few row lengths, chosen from what the limits allow a sample."""
     sample_timeout_s: float = Field(default=600.0, gt=0.0)
     """The loop stops with an error when no sample arrives for so long."""
     save_freq: int = Field(default=10, ge=0)
