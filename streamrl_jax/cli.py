@@ -74,14 +74,19 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         print(f"streamrl {__version__}")
         return 0
-    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # `bench packing` is one command
-    name, rest = " ".join(argv[:words]), argv[words:]
+    name, rest = split_command(argv)
     command = COMMANDS.get(name)
     if command is None:
         raise UserError(
             f"There is no command {name!r}; the commands are {', '.join(COMMANDS)} (streamrl --help)."
         )
     return command.run(_parse(name, command, rest))
+
+
+def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The command's name, which may be two words (`bench packing`), and the arguments after it."""
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
+    return " ".join(argv[:words]), list(argv[words:])
 
 
 def _overview() -> str:
