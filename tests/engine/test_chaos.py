@@ -50,6 +50,7 @@ def launcher(model_dir: Path, run_dir: Path) -> LocalLauncher:
                 max_num_seqs=8,
                 device=f"cpu:{cores[index % len(cores)]}",
                 kv_cache_gib=0.25,
+                vocab_limit=VOCABULARY,
             ),
             lookahead=2,
             fence=CHAOS,
