@@ -117,6 +117,11 @@ def checkpoint_shapes(arch: Dimensions, *, explicit_head: bool = False) -> dict[
     return shapes
 
 
+def parameters(arch: Dimensions) -> int:
+    """How many numbers a checkpoint holds; of a mixture, those of all experts."""
+    return sum(math.prod(shape) for shape in checkpoint_shapes(arch).values())
+
+
 def to_checkpoint(
     arch: Dimensions,
     params: Mapping[str, Any],

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
+from streamrl_jax.commands.model_size import model_size
 from streamrl_jax.commands.starts import Start
 from streamrl_jax.config import Config
 from streamrl_jax.config_io import FUNCTION_KEYS, dump_config
@@ -22,7 +23,7 @@ from streamrl_jax.setup.devices import DeviceSplit, Machine, look_around, split_
 from streamrl_jax.setup.instances import engine_options
 from streamrl_jax.setup.model_source import looks_like_hub_id
 from streamrl_jax.tasks import TASK_PREFIX, load_task
-from streamrl_jax.train.arch import arch_from_hf
+from streamrl_jax.train.arch import Arch, arch_from_hf
 from streamrl_jax.train.shapes import fill_axes
 
 
@@ -31,7 +32,7 @@ class DryRun:
     """What a dry run found.
 
     Attributes:
-        text: The resolved configuration as TOML, with batches, devices and processes as comments below it.
+        text: The resolved configuration as TOML, with model, batches, devices and processes as comments below it.
         faults: Everything that would stop the run and can be told from here; empty: nothing.
     """
 
@@ -53,7 +54,7 @@ def dry_run(start: Start, machine: Machine | None = None) -> DryRun:
     machine = machine or look_around(os.environ)
     report: list[str] = []
     faults: list[str] = []
-    parts = (_batches, _devices, partial(_processes, run_dir=start.run_dir))
+    parts = (_model, _batches, _devices, partial(_processes, run_dir=start.run_dir))
     for part in parts:
         _collect(faults, lambda part=part: report.append(part(config, machine)))
     for check in (_check_models, _check_data, _check_files):
@@ -73,6 +74,14 @@ def _collect(faults: list[str], act: Callable[[], object]) -> None:
         act()
     except UserError as error:
         faults.append(str(error).rstrip("."))
+
+
+def _model(config: Config, machine: Machine) -> str:
+    del machine
+    file = Path(config.model.path) / "config.json"
+    if not config.model.path or not file.is_file():
+        return "model\nnot on this machine: its size is not known here"
+    return model_size(_read_arch(file), config)
 
 
 def _batches(config: Config, machine: Machine) -> str:
@@ -159,11 +168,7 @@ def _check_model(name: str, path: Path, config: Config) -> None:
     file = path / "config.json"
     if not file.is_file():
         raise UserError(f"{path}: no config.json; {name} is not a Hugging Face checkpoint directory")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        arch = arch_from_hf(fields, str(file), critic=name == "model.critic_path")
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
+    arch = _read_arch(file, critic=name == "model.critic_path")
     if config.longest_sample > arch.max_positions:
         raise UserError(
             f"data.max_prompt_length + data.max_response_length = {config.longest_sample} is more than the "
@@ -171,6 +176,13 @@ def _check_model(name: str, path: Path, config: Config) -> None:
         )
     if config.trainer.mesh.tensor > 0:
         arch.check_expert_shards(config.trainer.mesh.tensor)
+
+
+def _read_arch(file: Path, *, critic: bool = False) -> Arch:
+    try:
+        return arch_from_hf(json.loads(file.read_text(encoding="utf-8")), str(file), critic=critic)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
 
 
 def _check_data(config: Config) -> list[str]:

@@ -364,6 +364,19 @@ def test_a_dry_run_tells_devices_processes_and_environment(project: Path) -> Non
         assert f" {name}={shlex.quote(value)} " in last
 
 
+def test_a_dry_run_tells_how_large_the_model_is(project: Path) -> None:
+    fields = hf_config("Qwen3MoeForCausalLM")
+    (project / "model" / "config.json").write_text(json.dumps(fields))
+    embedding, norms = 48 * 32, 2 * (2 * 32 + 2 * 8) + 32
+    attention, router, expert = 2 * (4 + 2) * 8 * 32, 8 * 32, 3 * 32 * 24
+    whole = 2 * embedding + norms + 2 * (attention + router + 8 * expert)
+    active = embedding + 2 * (attention + router + 3 * expert)
+    text = dry(TWO_CORES, "actor.use_kl_loss=true")
+    assert f"# Qwen3MoeForCausalLM: {whole:,} parameters, {active:,} in the products of a token\n" in text
+    state = whole * (16 + 16 + 4) / 2**30
+    assert f"# training state of policy, critic, reference: {state:.3g} GiB, split over" in text
+
+
 def test_a_dry_run_away_from_the_gpus_says_which_are_needed(project: Path) -> None:
     text = dry(TWO_CORES, 'gen.devices=["2", "3"]', "trainer.devices=0,1")
     assert "this machine does not show the GPUs 0, 1, 2, 3" in text
