@@ -145,7 +145,8 @@ def plan_shape(
         """A part of those rows, at least one."""
         return -(-rows(length) // divisor), length
 
-    roomy = max(least, min(_rounded(8 * longest), _SHORT_ROW, budget_per_shard))
+    most_that_fits = budget_per_shard // _ROW_MULTIPLE * _ROW_MULTIPLE
+    roomy = max(least, min(_rounded(8 * longest), _SHORT_ROW, most_that_fits))
     lengths = [_rounded(roomy * share) for share in _LENGTHS]
     if row_len:
         wanted, most = [part(row_len, 1), part(row_len, 4), part(row_len, 16)], MOST_SHAPES
