@@ -34,13 +34,14 @@ class Picks:
     Attributes:
         digits: How many digits a prompt has.
         shortest: Fewest further picks in the teacher's answers; an answer has twice as many tokens, and two.
-        longest: Most further picks.
+        longest: Most further picks. As many as the fewest keep the policy's lengths from drifting: an answer's end
+            is then learned as a place, and not as a chance that each token has.
         hold_out_one_in: One prompt in so many is held out, by a hash of its text.
     """
 
     digits: int = 4
-    shortest: int = 20
-    longest: int = 32
+    shortest: int = 36
+    longest: int = 36
     hold_out_one_in: int = 10
 
     def __post_init__(self) -> None:

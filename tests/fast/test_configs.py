@@ -36,8 +36,8 @@ INTENDED: dict[str, Callable[[Config], bool]] = {
     "demo_critic": lambda c: (
         c.uses_critic
         and c.algorithm.lam == 1.0
-        and c.data.task["shortest"] >= 20
-        and c.samples_per_iteration == 8
+        and c.data.task["shortest"] >= 36
+        and c.samples_per_iteration == 16
         and c.reward.function == "leading_number"
         and c.streams
     ),
