@@ -161,9 +161,9 @@ def balance_losses(
         float32; 0 for padding.
     """
     experts, per_token = probs.shape[-1], chosen.shape[-1]
-    lengths = segment_sums(jnp.ones(segment_ids.shape, jnp.float32), segment_ids)
     picked = jnp.sum(jax.nn.one_hot(chosen, experts), axis=-2)
     counts = jax.vmap(segment_sums, in_axes=(-1, None), out_axes=-1)(picked, segment_ids)
-    loads = counts * (experts / per_token) / lengths[..., None]
-    shares = jnp.sum(jax.lax.stop_gradient(loads) * probs, axis=-1) / lengths
+    lengths = jnp.sum(counts, axis=-1, keepdims=True) / per_token  # each token has chosen so many
+    loads = counts * (experts / per_token) / lengths
+    shares = jnp.sum(jax.lax.stop_gradient(loads / lengths) * probs, axis=-1)
     return jnp.where(segment_ids > 0, shares, 0.0)
