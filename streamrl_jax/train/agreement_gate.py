@@ -108,16 +108,19 @@ class AgreementGate:
             text = f"iteration {iteration}: the update was refused: {result.refusal}"
             if self._cfg.trainer.on_non_finite == "stop":
                 raise UserError(
-                    f"{text}. The iteration's samples are in samples/, the weights are as they were. Look at the "
-                    "reward function, or lower actor.optim.lr; --resume goes on from the last checkpoint, and "
+                    f"{text}. The iteration's samples are in samples/, the weights are as before that update. Look at "
+                    "the reward function, or lower actor.optim.lr; --resume goes on from the last checkpoint, and "
                     "trainer.on_non_finite = 'skip' passes over such iterations"
                 )
-            log.warning("%s; it is passed over, with the weights as they were", text)
+            log.warning("%s; it is passed over, with the weights as before it", text)
             return
-        if result.metrics.get("training/update_empty"):
+        if empty := result.metrics.get("training/update_empty"):
             log.warning(
-                "iteration %d: nothing to train on: every answer was left out or masked; the weights stay as they were",
+                "iteration %d: nothing to train on in %d update%s: every answer was left out or masked; there the "
+                "policy stays as it was",
                 iteration,
+                empty,
+                "s" if empty > 1 else "",
             )
         compared = self._probed or result.agreement
         reached = compared.quantile(self._cfg.agreement.quantile)

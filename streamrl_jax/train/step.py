@@ -226,8 +226,8 @@ class Steps:
         `state` and `gradients` are donated.
 
         A loss or gradient that is not finite refuses the update: the state comes back as it was, and the
-        report says `training/update_refused` = 1. Where nothing was kept it stays as it was too, and
-        `training/update_empty` is 1.
+        report says `training/update_refused` = 1. Where the actor has no token to learn from, it stays as it was too,
+        and `training/update_empty` is 1. The critic has more: it also learns from tokens that a correction rejected.
 
         Args:
             state: Where training stands.
@@ -257,7 +257,8 @@ class Steps:
         for each in shape.shapes:
             actor_sum, critic_sum = self.zero_gradients()
             rows = self.place(empty_rows(each.rows, each.row_len))
-            jax.block_until_ready(self.score(state.actor.params, rows))
+            if self.cfg.trainer.max_staleness:  # `AgreementGate.probe` will score
+                jax.block_until_ready(self.score(state.actor.params, rows))
             known = None if reference is None else self.score(reference, rows)
             start = self.score(state.actor.params, rows) if self.cfg.scores_first else None
             if state.critic is None or critic_sum is None:
@@ -335,19 +336,20 @@ class Steps:
         denominator = self._objective.aggregation.denominator(actor_sum.size)
         actor, finite, report = take_step(self._actor_optimizer, state.actor, actor_sum, denominator)
         report = {f"actor/{name}": value for name, value in report.items()}
-        critic = state.critic
+        critic, values_kept = state.critic, jnp.bool_(False)
         if state.critic is not None and critic_sum is not None:
             critic, critic_finite, more = take_step(
                 self._critic_optimizer, state.critic, critic_sum, critic_sum.size.tokens
             )
             finite &= critic_finite
+            values_kept = jnp.asarray(critic_sum.size.tokens) > 0
             report |= {f"critic/{name}": value for name, value in more.items()}
         kept = jnp.asarray(actor_sum.size.tokens) > 0
         report["training/update_refused"] = 1.0 - finite.astype(jnp.float32)
         report["training/update_empty"] = 1.0 - kept.astype(jnp.float32)
         new = TrainState(
             actor=choose(finite & kept & learn_actor, actor, state.actor),
-            critic=choose(finite & kept, critic, state.critic),
+            critic=choose(finite & values_kept, critic, state.critic),
             updates=state.updates + (finite & kept).astype(jnp.int32),
             advantages=state.advantages,
         )

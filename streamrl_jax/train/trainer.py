@@ -287,9 +287,12 @@ class Trainer:
         """The whitening that applies, if it is known before the batch."""
         if not self._cfg.whitens:
             return Whitening()
-        past = jax.device_get(self.state.advantages)
-        running = self._cfg.algorithm.whiten_advantages == "running"
-        return whitening(past) if running and past.count > 0 else None
+        if self._cfg.algorithm.whiten_advantages != "running":
+            return None
+        known = whitening(jax.device_get(self.state.advantages))
+        # Earlier advantages without a spread (there are none, or no answer earned anything yet) tell nothing of these:
+        # by them the first success of a run would whiten to 0.
+        return known if known.scale else None
 
     def _settle_whitening(self) -> None:
         if self._whitening is None:
@@ -351,7 +354,7 @@ class Trainer:
         if metrics["training/update_refused"]:
             culprits = find_culprits(self._answers, self._spoils)
             refusal = Refusal("loss or gradient is not finite", culprits)
-        elif self._cfg.whitens and not metrics["training/update_empty"]:
+        elif self._cfg.whitens:
             self._remember_statistics()
         return IterationResult(metrics | agreement.metrics(), agreement, refusal)
 
@@ -370,7 +373,10 @@ class Trainer:
         return not self._steps.finite(gradients)
 
     def _remember_statistics(self) -> None:
+        new = self._statistics()
+        if not new.count:
+            return
         past = jax.device_get(self.state.advantages)
-        statistics = merge([faded(past, _WHITENING_MEMORY), self._statistics()])
+        statistics = merge([faded(past, _WHITENING_MEMORY), new])
         placed = jax.device_put(jax.tree.map(np.float32, statistics), replicated(self._steps.mesh))
         self.state = replace(self.state, advantages=placed)

@@ -14,16 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl_jax.config import ActorSection
+from streamrl_jax.config_algorithm import RolloutCorrectionSection
 from streamrl_jax.errors import UserError
 from streamrl_jax.train.agreement_gate import AgreementGate
-from streamrl_jax.train.answer import Answer, taught_answer
+from streamrl_jax.train.answer import Answer, sampled_answer, taught_answer
+from streamrl_jax.train.groups import draw_mini_batches
 from streamrl_jax.train.loss import PolicyInputs, clipped_policy_loss
 from streamrl_jax.train.refusal import Refusal, find_culprits
 from streamrl_jax.train.step import Steps
 from streamrl_jax.train.trainer import IterationResult, Trainer
 from streamrl_jax.types import FinishReason, Sample
 
-from .tiny_training import config, new_trainer, programs, run, samples, with_generation
+from .tiny_training import (
+    config,
+    decoupled_config,
+    new_trainer,
+    ppo_config,
+    programs,
+    run,
+    samples,
+    with_generation,
+)
 
 
 def iteration(trainer: Trainer, batch: list[Sample], version: int = 0) -> IterationResult:
@@ -110,6 +121,75 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_samples() -> None:
     assert result.refusal is not None
     assert sorted(result.refusal.samples) == ["0/0/3", "0/1/3", "0/2/3", "0/3/3"]
     assert unchanged(trainer, before)
+
+
+def test_of_several_updates_the_one_that_is_not_finite_is_refused_alone() -> None:
+    shared = programs("decoupled")
+    steps = Steps(shared.actor.arch, shared.mesh, shared.cfg, policy_loss=steep_above(2.5))
+    trainer = new_trainer(steps, rows=8)
+    before = jax.device_get(trainer.state)
+    batch = [replace(sample, reward=0.1 * sample.group_index) for sample in samples(0)]
+    batch[6] = replace(batch[6], reward=9.0)  # whitened, this one alone is above 2.5
+    result = iteration(trainer, batch)
+    assert result.refusal is not None
+    assert result.refusal.samples == (batch[6].sample_id,)
+    # Two mini-batches, twice each: the one without it learns both times.
+    assert result.metrics["training/update_refused"] == 2.0
+    assert int(trainer.state.updates) == 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(trainer.state.actor)))
+    moved = jax.tree.map(
+        lambda a, b: bool((np.asarray(a) != b).any()), trainer.state.actor.params, before.actor.params
+    )
+    assert any(jax.tree.leaves(moved))
+
+
+def test_a_mini_batch_without_a_token_to_train_on_is_no_update_and_the_others_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cfg = decoupled_config()
+    algorithm = cfg.algorithm.model_copy(update={"mask_truncated_completions": True})
+    shared = programs("decoupled")
+    steps = Steps(shared.actor.arch, shared.mesh, cfg.model_copy(update={"algorithm": algorithm}))
+    trainer = new_trainer(steps, rows=8)
+    batch = samples(0)
+    (first, _) = draw_mini_batches([sampled_answer(sample) for sample in batch], 2, seed=0, version=0)
+    names = {answer.name for answer in first}
+    for index, sample in enumerate(batch):
+        reason = FinishReason.LENGTH if sample.sample_id in names else FinishReason.STOP
+        batch[index] = with_generation(sample, finish_reason=reason)
+    result = iteration(trainer, batch)
+    assert result.metrics["training/update_empty"] == 2.0
+    assert int(trainer.state.updates) == 2
+    kept = sum(len(s.generation.token_ids) for s in batch if s.sample_id not in names)
+    assert float(trainer.state.advantages.count) == kept, (
+        "the next iteration whitens by those that were trained on"
+    )
+    with caplog.at_level(logging.WARNING):
+        gate(agreement={"policy": "warn"}).check(3, result)
+    assert "nothing to train on in 2 updates" in caplog.text
+
+
+def test_where_a_correction_rejects_every_token_the_critic_still_learns() -> None:
+    cfg = ppo_config()
+    correction = RolloutCorrectionSection(rollout_rs="token", rollout_rs_threshold=1.0 + 1e-6)
+    algorithm = cfg.algorithm.model_copy(update={"rollout_correction": correction})
+    shared = programs("ppo")
+    trainer = new_trainer(
+        Steps(shared.actor.arch, shared.mesh, cfg.model_copy(update={"algorithm": algorithm})), rows=8
+    )
+    actor = jax.device_get(trainer.state.actor)
+    assert trainer.state.critic is not None
+    critic = jax.device_get(trainer.state.critic.params)
+    metrics = iteration(trainer, samples(0)).metrics
+    assert metrics["rollout_corr/rollout_rs_masked/min"] == metrics["training/update_empty"] == 1.0
+    assert all(
+        (np.asarray(a) == b).all()
+        for a, b in zip(jax.tree.leaves(trainer.state.actor), jax.tree.leaves(actor), strict=True)
+    )
+    assert any(
+        (np.asarray(a) != b).any()
+        for a, b in zip(jax.tree.leaves(trainer.state.critic.params), jax.tree.leaves(critic), strict=True)
+    )
 
 
 def named(name: str) -> Answer:

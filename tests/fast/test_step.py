@@ -21,6 +21,7 @@ from streamrl_jax.train.optim import decayed, learning_rate
 from streamrl_jax.train.sft import SupervisedTrainer
 from streamrl_jax.train.state import Gradients
 from streamrl_jax.train.step import Steps
+from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import FinishReason, Prompt, VersionRun
 
 from .naive_ppo import NaivePpo, logprobs, padded
@@ -79,6 +80,26 @@ def test_the_first_iteration_of_running_whitening_waits_for_its_batch() -> None:
     assert trainer.accumulated == metrics["training/micro_batches"]
 
 
+def test_advantages_without_a_spread_whiten_no_later_ones() -> None:
+    """Running statistics of answers that all earned the same would turn the first success into a gradient of 0."""
+    trainer, other = (new_trainer(programs("decoupled"), rows=8) for _ in range(2))
+    (nothing,) = run(trainer, [[replace(sample, reward=0.0) for sample in samples(0)]])
+    assert nothing["critic/advantages/max"] == nothing["critic/advantages/min"] == 0.0
+    first, fresh = (each_run(one, 1) for one in (trainer, other))
+    for name in ("max", "min"):
+        assert first[f"critic/advantages/{name}"] == pytest.approx(
+            fresh[f"critic/advantages/{name}"], rel=1e-6
+        )
+    assert first["critic/advantages/max"] > 1.0
+
+
+def each_run(trainer: Trainer, version: int) -> dict[str, float]:
+    trainer.begin_iteration(version)
+    for sample in samples(version):
+        trainer.add(sample)
+    return trainer.end_iteration().metrics
+
+
 def test_grpo_streams_from_the_first_complete_groups() -> None:
     trainer = new_trainer(programs("grpo"), rows=2)
     for sample in samples(0):
@@ -108,6 +129,24 @@ def test_what_is_not_finite_refuses_the_update(network: str, part: str) -> None:
     assert report["training/update_refused"] == 1.0
     assert_same(state, before)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(zeros))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "decoupled", "cispo"])
+def test_after_the_warm_up_no_program_is_compiled_again(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One update and several, with and without critic and reference, whitened by earlier and by own statistics."""
+    shared = programs(kind)
+    trainer = new_trainer(Steps(shared.actor.arch, shared.mesh, shared.cfg), rows=2)
+
+    def compiled() -> list[str]:
+        found = [text for text in caplog.messages if "Compiling" in text]
+        caplog.clear()
+        return found
+
+    with jax.log_compiles():
+        trainer.warm_up()
+        assert compiled(), "the log is listened to"
+        run(trainer, [samples(i) for i in range(3)])
+        assert compiled() == []
 
 
 def test_warm_up_leaves_the_state_as_it_is() -> None:
