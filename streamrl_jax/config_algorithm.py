@@ -156,7 +156,7 @@ class AlgorithmSection(Section):
     loss_fn: str = ""
     """A policy loss of one's own, as ``file.py:function``."""
     advantage_fn: str = ""
-    """A group advantage of one's own, as ``file.py:function``, in place of ``grpo``'s."""
+    """A group advantage of one's own, as ``file.py:function``, in place of that of an estimator with groups."""
 
 
 class OverlongBufferSection(Section):

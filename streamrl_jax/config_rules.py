@@ -29,6 +29,7 @@ def combination_faults(cfg: Config) -> Iterator[str]:
     yield from _batch_faults(cfg)
     yield from _advantage_faults(cfg)
     yield from _loss_faults(cfg)
+    yield from _kl_faults(cfg)
     yield from _correction_faults(cfg)
     yield from _filter_faults(cfg)
     yield from _generation_faults(cfg)
@@ -70,6 +71,11 @@ def _advantage_faults(cfg: Config) -> Iterator[str]:
             f"algorithm.advantage_fn = {algorithm.advantage_fn!r} with {said}: its advantages do not come from the "
             "group, and the function would not be called; set adv_estimator to 'grpo'"
         )
+    if algorithm.advantage_fn and not algorithm.norm_adv_by_std_in_grpo:
+        yield (
+            "algorithm.norm_adv_by_std_in_grpo = False is not read with algorithm.advantage_fn = "
+            f"{algorithm.advantage_fn!r}, which gives the advantage itself; remove one"
+        )
     if not cfg.uses_critic:
         for name in _changed(cfg.critic):
             yield f"critic.{name} is set, but {said} trains no critic; remove it, or set adv_estimator to 'gae'"
@@ -110,6 +116,18 @@ def _loss_faults(cfg: Config) -> Iterator[str]:
     unread["reinforce"] = ["clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]
     for name in _changed(actor, *unread[mode]) if mode in unread else ():
         yield f"actor.{name} = {getattr(actor, name)} is not read with actor.loss_mode = '{mode}'; remove it"
+
+
+def _kl_faults(cfg: Config) -> Iterator[str]:
+    for at, section, switch, names in (
+        ("actor", cfg.actor, "use_kl_loss", ("kl_loss_coef", "kl_loss_type")),
+        ("algorithm", cfg.algorithm, "use_kl_in_reward", ("kl_coef", "kl_penalty")),
+    ):
+        for name in () if getattr(section, switch) else _changed(section, *names):
+            yield (
+                f"{at}.{name} = {getattr(section, name)} without {at}.{switch} = true has no effect; set it, or remove "
+                "this"
+            )
 
 
 def _correction_faults(cfg: Config) -> Iterator[str]:
