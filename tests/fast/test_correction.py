@@ -1,7 +1,10 @@
-"""Importance corrections and segment sums, against loops."""
+"""Importance corrections and segment sums, against loops; and a whole update made of them, against a textbook's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +14,10 @@ from hypothesis import strategies as st
 from streamrl_jax.config_algorithm import RolloutCorrectionSection
 from streamrl_jax.train.correction import Corrected, correct
 from streamrl_jax.train.segments import first_kept, segment_sums
+
+from .naive_ppo import logprobs, padded
+from .tiny import random_params
+from .tiny_training import MAX_RESPONSE, new_trainer, programs, run, samples, with_generation
 
 # Two answers in a row, prompt tokens before each: which tokens are kept, of which answer.
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0]])
@@ -81,3 +88,52 @@ def test_segment_sums_and_marks_equal_loops(parts: list[tuple[int, bool]], seed:
         if mask[inside].any():
             assert marks[np.flatnonzero(inside & mask)[0]]
     assert not marks[ids == 0].any()
+
+
+def test_a_corrected_update_of_returns_is_the_textbooks() -> None:
+    """REINFORCE++'s discounted returns with the KL in the reward, whitened; weighted and masked by rho; CISPO."""
+    steps = programs("cispo")
+    cfg, params = steps.cfg, random_params(steps.actor, 0)
+    plain = padded(samples(0))
+    start = np.asarray(logprobs(steps.actor, params, plain, cfg.rollout.temperature)[0], np.float64)
+    draw = np.random.default_rng(2)
+    batch = [
+        with_generation(sample, logprobs=(row[kept] + draw.normal(0, 0.45, kept.sum())).astype(np.float32))
+        for sample, row, kept in zip(samples(0), start, plain.mask == 1, strict=True)
+    ]
+    rows = padded(batch)
+    reference = logprobs(steps.actor, random_params(steps.actor, 2), rows, cfg.rollout.temperature)[0]
+    advantages, weights, kept = (np.zeros(rows.mask.shape) for _ in range(3))
+    for i, sample in enumerate(batch):
+        tokens, ahead = np.flatnonzero(rows.mask[i]), sample.reward
+        rho = np.exp(start[i] - rows.behaviour[i])
+        for t in tokens[::-1]:
+            ahead -= cfg.algorithm.kl_coef * (rows.behaviour[i, t] - float(reference[i, t]))
+            advantages[i, t] = ahead
+            ahead *= cfg.algorithm.gamma
+            weights[i, t] = min(np.prod(rho[tokens]), 2.0)
+            kept[i, t] = 1 / 1.4 <= rho[t] <= 1.4
+    answered = advantages[rows.mask == 1]
+    advantages = (advantages - answered.mean()) / answered.std()
+    sequences = kept.any(axis=1).sum()
+    assert 0.4 < kept.sum() / rows.mask.sum() < 0.95 and sequences < len(batch) and weights.max() == 2.0
+
+    def loss(params: Any) -> Any:
+        logp, entropy = logprobs(steps.actor, params, rows, cfg.rollout.temperature)
+        policy, bonus = (
+            jnp.sum(x * kept) / MAX_RESPONSE / sequences for x in (-weights * advantages * logp, entropy)
+        )
+        return policy - cfg.actor.entropy_coeff * bonus, (policy, bonus)
+
+    (_, (policy, bonus)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    (metrics,) = run(new_trainer(steps, rows=2), [batch])
+    norm = np.sqrt(
+        sum(float((np.asarray(leaf, np.float64) ** 2).sum()) for leaf in jax.tree.leaves(gradient))
+    )
+    assert metrics["actor/pg_loss"] == pytest.approx(float(policy), rel=1e-4)
+    assert metrics["actor/entropy"] == pytest.approx(float(bonus), rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["rollout_corr/rollout_rs_masked/mean"] == pytest.approx(1 - kept.sum() / rows.mask.sum())
+    assert metrics["rollout_corr/rho/max"] == pytest.approx(
+        np.exp(start - rows.behaviour)[rows.mask == 1].max(), rel=1e-4
+    )
