@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl_jax.commands.starts import Fork, parse_fork
 from streamrl_jax.config import Config
+from streamrl_jax.config_hints import hints
 from streamrl_jax.config_io import dump_config, load_config
 from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopRequested, StopSignal
@@ -128,6 +129,8 @@ def train(
         home = stack.enter_context(opened)
         display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
         display.note(f"run directory: {home.path}")
+        for hint in hints(cfg):
+            display.note(f"note: {hint}")
         generation = stack.enter_context(open_generation(cfg, home, inputs, split, display))
         prepare_jax(cfg, trainer_environment(cfg, split))
         from streamrl_jax.train.assemble import Edges, assembled

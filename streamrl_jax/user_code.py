@@ -61,7 +61,7 @@ def _load_module(path: Path, name: str, field: str) -> ModuleType:
     sys.modules[key] = module  # before it runs: dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the run without a word
         del sys.modules[key]
         raise UserError(
             f"{field} = {name!r}: importing {path} raises {type(error).__name__}: "
@@ -70,7 +70,7 @@ def _load_module(path: Path, name: str, field: str) -> ModuleType:
     return module
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return f" (line {error.lineno})"
     lines = [

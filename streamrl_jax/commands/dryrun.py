@@ -1,8 +1,10 @@
-"""`streamrl train --dry-run`: everything that can be told and checked without devices, engines and JAX."""
+"""`streamrl train --dry-run`: everything that can be told and checked without devices, engines and JAX.
+
+Functions of one's own are imported, and prompts and tensor files that are there are read, as the run does first.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -12,18 +14,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from streamrl_jax.commands.algorithm_text import algorithm_text
 from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
 from streamrl_jax.commands.model_size import model_size
 from streamrl_jax.commands.starts import Start
 from streamrl_jax.config import Config
-from streamrl_jax.config_io import FUNCTION_KEYS, dump_config
+from streamrl_jax.config_hints import hints
+from streamrl_jax.config_io import dump_config
+from streamrl_jax.data import load_prompts
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import engine_environment
+from streamrl_jax.rewards import load_reward
 from streamrl_jax.setup.devices import DeviceSplit, Machine, look_around, split_devices, trainer_environment
+from streamrl_jax.setup.inputs import check_body, check_experts, load_advantage, load_loss
 from streamrl_jax.setup.instances import engine_options
 from streamrl_jax.setup.model_source import looks_like_hub_id
 from streamrl_jax.tasks import TASK_PREFIX, load_task
-from streamrl_jax.train.arch import Arch, arch_from_hf
+from streamrl_jax.train.arch import Arch
+from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
 from streamrl_jax.train.shapes import fill_axes
 
 
@@ -54,10 +63,10 @@ def dry_run(start: Start, machine: Machine | None = None) -> DryRun:
     machine = machine or look_around(os.environ)
     report: list[str] = []
     faults: list[str] = []
-    parts = (_model, _batches, _devices, partial(_processes, run_dir=start.run_dir))
+    parts = (_model, _algorithm, _batches, _devices, partial(_processes, run_dir=start.run_dir))
     for part in parts:
         _collect(faults, lambda part=part: report.append(part(config, machine)))
-    for check in (_check_models, _check_data, _check_files):
+    for check in (_check_models, _check_data, _check_functions, _check_files):
         _collect(faults, lambda check=check: faults.extend(check(config)))
     if not start.resume and start.run_dir.exists() and any(start.run_dir.iterdir()):
         faults.append(
@@ -78,10 +87,17 @@ def _collect(faults: list[str], act: Callable[[], object]) -> None:
 
 def _model(config: Config, machine: Machine) -> str:
     del machine
-    file = Path(config.model.path) / "config.json"
-    if not config.model.path or not file.is_file():
-        return "model\nnot on this machine: its size is not known here"
-    return model_size(_read_arch(file), config)
+    path = Path(config.model.path)
+    if config.model.path and (path / "config.json").is_file():
+        return model_size(read_arch(path), config)
+    fetched = not path.is_dir() and looks_like_hub_id(config.model.path)
+    found = "no such directory here, so the run fetches it from the hub" if fetched else "not on this machine"
+    return f"model\n{config.model.path}: {found}; its size is not known yet"
+
+
+def _algorithm(config: Config, machine: Machine) -> str:
+    del machine
+    return "\n".join(["algorithm", algorithm_text(config), *(f"note: {hint}" for hint in hints(config))])
 
 
 def _batches(config: Config, machine: Machine) -> str:
@@ -152,61 +168,82 @@ def _check_models(config: Config) -> list[str]:
             "model.path is empty; give a checkpoint directory, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
         ]
     faults: list[str] = []
+    archs: dict[str, Arch] = {}
     for name, text in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
-        if text:
-            _collect(faults, lambda name=name, text=text: _check_model(name, Path(text), config))
+        if text and _is_here(name, Path(text), faults):
+            _collect(
+                faults, lambda name=name, text=text: archs.update({name: _check_model(name, text, config)})
+            )
+    if len(archs) == 2:
+        critic, policy = archs["model.critic_path"], archs["model.path"]
+        _collect(faults, lambda: check_body(Path(config.model.critic_path), critic, policy))
     return faults
 
 
-def _check_model(name: str, path: Path, config: Config) -> None:
-    if not path.is_dir():
-        if path.is_absolute() or not looks_like_hub_id(str(path)):
-            raise UserError(
-                f"{name} = {str(path)!r}: there is no such directory, and it has not the form of a hub id"
-            )
-        return
-    file = path / "config.json"
-    if not file.is_file():
+def _is_here(name: str, path: Path, faults: list[str]) -> bool:
+    if not path.is_dir() and (path.is_absolute() or not looks_like_hub_id(str(path))):
+        faults.append(
+            f"{name} = {str(path)!r}: there is no such directory, and it has not the form of a hub id"
+        )
+    return path.is_dir()
+
+
+def _check_model(name: str, text: str, config: Config) -> Arch:
+    path, is_policy = Path(text), name == "model.path"
+    if not (path / "config.json").is_file():
         raise UserError(f"{path}: no config.json; {name} is not a Hugging Face checkpoint directory")
-    arch = _read_arch(file, critic=name == "model.critic_path")
+    arch = read_arch(path, critic=not is_policy)
     if config.longest_sample > arch.max_positions:
         raise UserError(
             f"data.max_prompt_length + data.max_response_length = {config.longest_sample} is more than the "
-            f"model was made for: max_position_embeddings = {arch.max_positions} in {file}; lower one of them"
+            f"model was made for: max_position_embeddings = {arch.max_positions} in {path / 'config.json'}; lower one "
+            "of them"
         )
-    if config.trainer.mesh.tensor > 0:
-        arch.check_expert_shards(config.trainer.mesh.tensor)
-
-
-def _read_arch(file: Path, *, critic: bool = False) -> Arch:
-    try:
-        return arch_from_hf(json.loads(file.read_text(encoding="utf-8")), str(file), critic=critic)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if is_policy:
+        check_experts(config, arch)
+    # A copy with config.json alone is enough to look at a run that is for another machine.
+    if any(path.glob("*.safetensors")):
+        map_tensors_of(path, arch)
+    return arch
 
 
 def _check_data(config: Config) -> list[str]:
     faults: list[str] = []
     if not config.data.train:
         faults.append("data.train is empty; give a .jsonl or .parquet file, or task:NAME")
-    for name, source in (("data.train", config.data.train), ("data.test", config.data.test)):
+    for which, source in (("train", config.data.train), ("test", config.data.test)):
         if source.startswith(TASK_PREFIX):
             _collect(faults, lambda source=source: load_task(source, config.data.task))
         elif source and not Path(source).is_file():
             faults.append(
-                f"{name} = {source!r}: there is no such file; give a .jsonl or .parquet file, or task:NAME"
+                f"data.{which} = {source!r}: there is no such file; give a .jsonl or .parquet file, or task:NAME"
             )
+    if not faults and (Path(config.model.path) / "tokenizer.json").is_file():
+        _collect(faults, lambda: _read_prompts(config))
+    return faults
+
+
+def _read_prompts(config: Config) -> None:
+    tokenizer = Tokenizer.load(config.model.path)
+    load_prompts(config.data, tokenizer, "train", seed=config.run.seed)
+    if config.data.test:
+        load_prompts(config.data, tokenizer, "test", seed=config.run.seed)
+
+
+def _check_functions(config: Config) -> list[str]:
+    """One's own are imported, as the run does it first."""
+    faults: list[str] = []
+    for load in (
+        lambda: load_reward(config.reward),
+        lambda: load_loss(config),
+        lambda: load_advantage(config),
+    ):
+        _collect(faults, load)
     return faults
 
 
 def _check_files(config: Config) -> list[str]:
-    values = config.model_dump()
     faults: list[str] = []
-    for name in FUNCTION_KEYS:
-        section, key = name.split(".")
-        file = values[section][key].rpartition(":")[0]
-        if file and not Path(file).is_file():
-            faults.append(f"{name} = {values[section][key]!r}: there is no file {file}")
     if config.gen.python and shutil.which(config.gen.python) is None:
         faults.append(f"gen.python = {config.gen.python!r} is no command; name the generator's interpreter")
     if config.security.token_file and not Path(config.security.token_file).is_file():

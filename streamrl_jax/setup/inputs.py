@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,14 +82,13 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
             f"data.max_prompt_length + data.max_response_length = {cfg.longest_sample} is more than the model was made "
             f"for: max_position_embeddings = {arch.max_positions} in {model_dir / 'config.json'}; lower one of them"
         )
-    _check_mixture(cfg, arch)
+    check_experts(cfg, arch)
     if functions.advantage and cfg.uses_critic:
         raise UserError(
             "advantage_fn is given, but algorithm.adv_estimator = 'gae': the critic gives the advantages, and the "
             "function would not be called; set adv_estimator to 'grpo'"
         )
     tokenizer = Tokenizer.load(model_dir)
-    algorithm = cfg.algorithm
     return Inputs(
         model_dir=model_dir,
         arch=arch,
@@ -97,12 +97,50 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
         train_prompts=load_prompts(cfg.data, tokenizer, "train", seed=cfg.run.seed),
         test_prompts=load_prompts(cfg.data, tokenizer, "test", seed=cfg.run.seed) if cfg.data.test else None,
         reward=adapt_reward(functions.reward) if functions.reward else load_reward(cfg.reward),
-        loss=functions.loss or load_function(algorithm.loss_fn, "algorithm.loss_fn"),
-        advantage=functions.advantage or load_function(algorithm.advantage_fn, "algorithm.advantage_fn"),
+        loss=load_loss(cfg, functions.loss),
+        advantage=load_advantage(cfg, functions.advantage),
     )
 
 
-def _check_mixture(cfg: Config, arch: Arch) -> None:
+def load_loss(cfg: Config, given: PolicyLoss | None = None) -> PolicyLoss | None:
+    """The policy loss of one's own: the given one, else that of `algorithm.loss_fn`; None if there is neither.
+
+    Raises:
+        UserError: It cannot be loaded, or does not take (inputs, settings).
+    """
+    return _taking(given, cfg.algorithm.loss_fn, "algorithm.loss_fn", ("inputs", "settings"))
+
+
+def load_advantage(cfg: Config, given: GroupAdvantage | None = None) -> GroupAdvantage | None:
+    """The group advantage of one's own: the given one, else that of `algorithm.advantage_fn`; None: neither.
+
+    Raises:
+        UserError: It cannot be loaded, or does not take (rewards).
+    """
+    return _taking(given, cfg.algorithm.advantage_fn, "algorithm.advantage_fn", ("rewards",))
+
+
+def _taking(
+    given: Callable[..., Any] | None, name: str, field: str, arguments: tuple[str, ...]
+) -> Callable[..., Any] | None:
+    function = given or load_function(name, field)
+    if function is None:
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it shows none: the call will tell
+        return function
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        subject = f"the function given for {field}" if given else f"{field} = {name!r}"
+        raise UserError(
+            f"{subject} takes {signature}; it must take ({', '.join(arguments)}), by position"
+        ) from error
+    return function
+
+
+def check_experts(cfg: Config, arch: Arch) -> None:
     """What concerns a mixture's experts, as far as it is known before the mesh (whose axis may be -1) is filled up."""
     if cfg.trainer.mesh.tensor > 0:
         arch.check_expert_shards(cfg.trainer.mesh.tensor)
@@ -124,9 +162,18 @@ def _critic_directory(cfg: Config, arch: Arch) -> Path | None:
     if not cfg.uses_critic or not cfg.model.critic_path:
         return None
     directory = model_directory(cfg.model.critic_path, "model.critic_path")
-    if not _checked_arch(directory, critic=True).same_body(arch):
+    check_body(directory, _checked_arch(directory, critic=True), arch)
+    return directory
+
+
+def check_body(directory: Path, critic: Arch, policy: Arch) -> None:
+    """Sees to it that the critic's decoder is built as the policy's.
+
+    Raises:
+        UserError: It is not.
+    """
+    if not critic.same_body(policy):
         raise UserError(
             f"model.critic_path = {directory}: its architecture differs from the policy's; give a checkpoint of "
             "the same architecture, or leave it empty"
         )
-    return directory

@@ -161,7 +161,8 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("hidden_act", 'only "silu" (SwiGLU) is supported')
     if config.get("use_sliding_window"):
         raise fields.error("use_sliding_window", "sliding-window attention is not supported")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise fields.error("layer_types", 'only "full_attention" layers are supported')
     if config.get("mlp_bias"):
         raise fields.error("mlp_bias", "biases in the feed-forward layer are not supported")

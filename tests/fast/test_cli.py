@@ -419,7 +419,7 @@ def test_a_dry_run_tells_all_faults_at_once(project: Path) -> None:
         "mesh: data=1, fsdp=3, tensor=1 does not fit 6 trainer devices",
         "data.train = 'missing.jsonl': there is no such file",
         "there is no task 'arithmetics'; did you mean 'arithmetic'",
-        "reward.function = 'reward.py:score': there is no file reward.py",
+        f"reward.function = 'reward.py:score': there is no file {project}/reward.py",
         "gen.python = 'no-such-python' is no command",
         "security.token_file = 'none': there is no such file",
         f"run directory {project}/runs/demo exists",
