@@ -165,7 +165,9 @@ class Recorder:
             **self._weights.metrics(),
             **self._gate.metrics(),
             **{f"rollouter/{name}": float(count) for name, count in self._controller.counters().items()},
-            **self._speed(seconds, seconds - self._rollouts.waited.total_s - phases.get("probe", 0.0)),
+            **self._speed(
+                result.lengths, seconds, seconds - self._rollouts.waited.total_s - phases.get("probe", 0.0)
+            ),
             "training/global_step": float(iteration + 1),
             "training/version": float(iteration + 1),
             "training/samples": float(len(self._samples)),
@@ -197,16 +199,17 @@ class Recorder:
             self._cfg.samples_per_iteration + further,
         )
 
-    def _speed(self, seconds: float, busy: float) -> dict[str, Value | None]:
+    def _speed(self, trained: Sequence[int], seconds: float, busy: float) -> dict[str, Value | None]:
         """What the step came to.
 
         Args:
+            trained: Tokens of each sample that the update worked on.
             seconds: Of the whole step.
             busy: Of them, those that the trainer spent on training.
         """
         lengths = [sample.length for sample in self._samples]
         hardware, cfg = self._hardware, self._cfg
-        flops = update_flops(hardware.arch, lengths, epochs=cfg.actor.ppo_epochs)
+        flops = update_flops(hardware.arch, trained, epochs=cfg.actor.ppo_epochs)
         peak = peak_flops(hardware.device_kind, cfg.model.compute_dtype)
         share = mfu(flops, busy, hardware.devices, peak)
         missing = Missing(f"no peak known for {hardware.device_kind} in {cfg.model.compute_dtype}")

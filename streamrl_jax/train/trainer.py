@@ -47,11 +47,13 @@ class IterationResult:
         metrics: Under their logged names.
         agreement: Trainer beside generator, on the tokens seen before the first update.
         refusal: Why an update was refused; None if all were applied.
+        lengths: Tokens of each sample that an update worked on; what was left out is none of them.
     """
 
     metrics: dict[str, float]
     agreement: Comparison
     refusal: Refusal | None = None
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,7 +358,8 @@ class Trainer:
             refusal = Refusal("loss or gradient is not finite", culprits)
         elif self._cfg.whitens:
             self._remember_statistics()
-        return IterationResult(metrics | agreement.metrics(), agreement, refusal)
+        worked_on = tuple(len(answer) for answer in self._answers)
+        return IterationResult(metrics | agreement.metrics(), agreement, refusal, worked_on)
 
     def _spoils(self, answers: Sequence[Answer]) -> bool:
         """Whether the loss or gradient of some answers, computed anew, is not finite."""

@@ -243,7 +243,10 @@ def test_groups_without_a_spread_are_left_out_and_asked_for_anew() -> None:
     asked = [trainer.add(sample) for sample in batch]
     # Groups 0 and 2 are right throughout; the others are right once.
     assert [index for index, count in enumerate(asked) if count] == [3, 11]
-    metrics = trainer.end_iteration().metrics
+    result = trainer.end_iteration()
+    metrics = result.metrics
+    kept = [s for s in batch if s.prompt.prompt_id in "13"]
+    assert sorted(result.lengths) == sorted(s.length for s in kept)
     assert metrics["training/groups_left_out"] == 2
     assert metrics["training/groups_left_out_score"] == 1.0
     assert metrics["critic/score/mean"] == pytest.approx(
