@@ -93,8 +93,12 @@ class Curve:
         return next((step for step, value in sorted(self.accuracy.items()) if value >= bound), None)
 
 
-def read_curve(metrics: Path) -> Curve:
-    """Reads a run's `metrics.jsonl`."""
+def read_curve(metrics: Path, iterations: int = 1) -> Curve:
+    """Reads a run's `metrics.jsonl`.
+
+    Raises:
+        UserError: The run ended before so many iterations, or none was evaluated.
+    """
     accuracy: dict[int, float] = {}
     highest: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -112,6 +116,10 @@ def read_curve(metrics: Path) -> Curve:
     if not accuracy or not staleness:
         raise UserError(
             f"{metrics} holds no finished iteration with an evaluation; remove the run to repeat it"
+        )
+    if len(staleness) < iterations:
+        raise UserError(
+            f"{metrics} holds {len(staleness)} of {iterations} iterations; remove the run to repeat it"
         )
     return Curve(accuracy, last, highest, sum(staleness) / len(staleness))
 
@@ -156,7 +164,11 @@ def add_options(parser: ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="models, runs and logs go there"
     )
     parser.add_argument(
-        "--seeds", default="11", metavar="N,N", help="of warm start and run (default: %(default)s)"
+        "--seeds",
+        type=lambda text: [int(seed) for seed in text.split(",")],
+        default="11",
+        metavar="N,N",
+        help="of warm start and run (default: %(default)s)",
     )
     parser.add_argument(
         "--cases", default="", metavar="NAME,NAME", help=f"of {', '.join(cases())} (default: all)"
@@ -175,7 +187,7 @@ def run(arguments: Namespace) -> int:
     wanted = arguments.cases.split(",") if arguments.cases else list(known)
     if unknown := [name for name in wanted if name not in known]:
         raise UserError(f"--cases {','.join(unknown)}: there are {', '.join(known)}")
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    seeds = arguments.seeds
     out: Path = arguments.out
     common = (
         f"trainer.total_training_steps={arguments.iterations}",
@@ -196,7 +208,7 @@ def run(arguments: Namespace) -> int:
             for case, seed in todo:
                 _train(out, case, seed, warm[seed], endpoints, common)
     curves = {
-        (name, seed): read_curve(_home(out, name, seed) / "metrics.jsonl")
+        (name, seed): read_curve(_home(out, name, seed) / "metrics.jsonl", arguments.iterations)
         for name in wanted
         for seed in seeds
     }
@@ -267,17 +279,22 @@ def _instances(out: Path, model: Path) -> Iterator[list[str]]:
             sink = stack.enter_context((out / f"instance-{number}.log").open("wb"))
             command = [sys.executable, "-m", "streamrl_jax", "gen", str(CONFIGS / "demo_grpo.toml")]
             command += [f"model.path={model}", f'gen.devices=["cpu:{number}"]', "gen.instances=1"]
-            started.append(
-                subprocess.Popen([*command, "--listen", endpoint], stdout=sink, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [*command, "--listen", endpoint], stdout=sink, stderr=subprocess.STDOUT
             )
-        try:
-            _wait_listening(endpoints, started, out)
-            yield endpoints
-        finally:
-            for process in started:
-                process.terminate()
-            for process in started:
-                process.wait(_END_S)
+            stack.callback(_end, process)
+            started.append(process)
+        _wait_listening(endpoints, started, out)
+        yield endpoints
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_every_case_is_a_configuration_that_loads(name: str) -> None:
     assert name.startswith("grpo-") == (cfg.trainer.max_staleness > 0)
 
 
-def write(path: Path, entries: list[tuple[int, dict[str, float | None]]]) -> Path:
+def write(path: Path, entries: Sequence[tuple[int, Mapping[str, float | None]]]) -> Path:
     lines = [json.dumps({"step": step, "time": 0.0, "metrics": metrics}) for step, metrics in entries]
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -59,4 +60,10 @@ def test_a_curve_is_read_off_a_runs_metrics(tmp_path: Path) -> None:
 def test_a_run_without_an_iteration_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no finished iteration"):
         read_curve(write(tmp_path / "metrics.jsonl", [(0, {"val/accuracy": 0.1})]))
+    half = [
+        (0, {"val/accuracy": 0.1}),
+        (1, {"training/staleness/mean": 0.0}),
+    ]
+    with pytest.raises(UserError, match="holds 1 of 2 iterations; remove the run"):
+        read_curve(write(tmp_path / "metrics.jsonl", half), iterations=2)
     assert Curve({0: 0.1}, {}, {}, 0.0).first_at(0.9) is None
