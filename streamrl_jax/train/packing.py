@@ -19,9 +19,7 @@ from streamrl_jax.train.shapes import BatchShape, Shape
 _LOOK_BACK: Final = 0.25  # of a full micro-batch: what may wait beyond it for a better fit
 _GOOD: Final = 0.94  # value at which a micro-batch leaves at once; see `_value`
 _LAUNCH: Final = 1 / 32  # of a full micro-batch: what one more micro-batch costs beside its tokens
-_SHORTER_ROWS: Final = (
-    0.03  # share of the value that is given away for shorter rows, whose attention is cheaper
-)
+_SHORTER_ROWS: Final = 0.03  # share of the value given away for shorter rows, whose attention is cheaper
 _TRIES: Final = 16  # in a full micro-batch's tokens, whether what waits would fill a shape well
 
 # Tokens after which a query's products with its keys cost as much as the linear layers: 12 x width for a decoder

@@ -12,12 +12,8 @@ from streamrl_jax.errors import UserError
 
 _ROW_MULTIPLE: Final = 64
 _SHORT_ROW: Final = 512  # up to here a row's attention is cheap beside the rest, and one row length does
-_LENGTHS: Final = (
-    1.0,
-    0.55,
-    0.4,
-    0.3,
-)  # of rows, in parts of the longest; what they bring: docs/benchmarks.md
+# Of rows, in parts of the longest; docs/benchmarks.md has what they bring.
+_LENGTHS: Final = (1.0, 0.55, 0.4, 0.3)
 MOST_SHAPES: Final = 6
 MOST_SHAPES_OF_SHORT_ROWS: Final = 3  # small models too: a compilation takes longer there than an iteration
 
