@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl_jax.config import Config
+from streamrl_jax.config_rules import combination_faults
 from streamrl_jax.data import PromptSet, load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
@@ -83,11 +84,7 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
             f"for: max_position_embeddings = {arch.max_positions} in {model_dir / 'config.json'}; lower one of them"
         )
     check_experts(cfg, arch)
-    if functions.advantage and cfg.uses_critic:
-        raise UserError(
-            "advantage_fn is given, but algorithm.adv_estimator = 'gae': the critic gives the advantages, and the "
-            "function would not be called; set adv_estimator to 'grpo'"
-        )
+    check_functions(cfg, functions)
     tokenizer = Tokenizer.load(model_dir)
     return Inputs(
         model_dir=model_dir,
@@ -100,6 +97,19 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
         loss=load_loss(cfg, functions.loss),
         advantage=load_advantage(cfg, functions.advantage),
     )
+
+
+def check_functions(cfg: Config, functions: Functions) -> None:
+    """Holds functions that are given from Python to the rules for those that the configuration names.
+
+    Raises:
+        UserError: One would not be called, or a setting would not be read beside it.
+    """
+    given = {"loss_fn": functions.loss, "advantage_fn": functions.advantage}
+    named = {key: getattr(one, "__name__", repr(one)) for key, one in given.items() if one is not None}
+    algorithm = cfg.algorithm.model_copy(update=named)
+    if faults := list(combination_faults(cfg.model_copy(update={"algorithm": algorithm}))):
+        raise UserError("; ".join(faults))
 
 
 def load_loss(cfg: Config, given: PolicyLoss | None = None) -> PolicyLoss | None:

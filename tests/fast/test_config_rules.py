@@ -8,6 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from streamrl_jax.config import Config
+from streamrl_jax.errors import UserError
+from streamrl_jax.setup.inputs import Functions, check_functions
+from streamrl_jax.train.advantage import group_advantages
+from streamrl_jax.train.loss import policy_gradient_loss
 
 GRPO = {"adv_estimator": "grpo"}
 MASKS = {"rollout_rs": "token"}
@@ -77,6 +81,34 @@ MASKS = {"rollout_rs": "token"}
 def test_what_makes_no_sense_is_refused(table: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         Config.model_validate(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "functions", "says"),
+    [
+        (
+            {},
+            Functions(advantage=group_advantages),
+            "'group_advantages' with algorithm.adv_estimator = 'gae'",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "reinforce_plus_plus"}},
+            Functions(advantage=group_advantages),
+            "the function would not be called",
+        ),
+        (
+            {"actor": {"loss_mode": "gspo"}},
+            Functions(loss=policy_gradient_loss),
+            "'policy_gradient_loss': only one of them can be the loss",
+        ),
+    ],
+)
+def test_functions_given_from_python_are_held_to_the_same_rules(
+    table: dict[str, Any], functions: Functions, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        check_functions(Config.model_validate(table), functions)
+    check_functions(Config.model_validate({"algorithm": GRPO}), functions)
 
 
 def test_every_fault_is_told_at_once() -> None:
