@@ -83,8 +83,8 @@ class RolloutSection(Section):
 
     n: int = Field(default=8, ge=1)
     """Answers per prompt."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Sampling temperature; the trainer's log-probs use the same."""
+    temperature: float = Field(default=1.0, ge=0.01)
+    """Sampling temperature; the trainer's log-probs use the same. vLLM raises one below 0.01 to that, in silence."""
     top_p: float = 1.0
     """Only 1.0 in training: nucleus sampling renormalises, and the importance ratio would be wrong."""
     top_k: int = -1

@@ -71,6 +71,7 @@ MASKS = {"rollout_rs": "token"}
         ({"algorithm": {"filter_groups": {"enable": True}}, "rollout": {"n": 1}}, "no group would be left"),
         ({"reward": {"overlong_buffer": {"len": 600}}}, r"overlong_buffer\.len = 600 is more than"),
         ({"reward": {"overlong_buffer": {"penalty_factor": 0.5}}}, r"len = 0 has no effect"),
+        ({"rollout": {"temperature": 0.005}}, r"greater than or equal to 0\.01"),
         ({"bridge": {"in_flight": True}}, "in sync mode nothing is in flight"),
         (
             {"trainer": {"max_staleness": 3}, "agreement": {"probe_prompts": 0}},
