@@ -14,6 +14,7 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.train.logprob import token_logprobs
 from streamrl_jax.train.mesh import batch_sharding
 from streamrl_jax.train.models import Compute, Model, Params
+from streamrl_jax.train.models.experts import BLOCK, Kernels, grouped_swiglu
 from streamrl_jax.train.models.mixture import Mixture, apply_experts, balance_losses
 
 from .tiny import Packed, Sequences, pack, random_params, random_sequences, tiny_arch, tiny_model, unpack
@@ -109,9 +110,11 @@ def test_experts_equal_a_loop_over_pairs(choice: str) -> None:
     tokens, per_token, experts, embed, mlp = 13, 3, 4, 6, 5
     x = rng.normal(size=(tokens, embed)).astype(np.float32)
     weights = rng.random((tokens, per_token)).astype(np.float32)
-    kernels = tuple(
-        rng.normal(size=shape).astype(np.float32)
-        for shape in ((experts, embed, mlp), (experts, embed, mlp), (experts, mlp, embed))
+    kernels = Kernels(
+        *(
+            jnp.asarray(rng.normal(size=shape), jnp.float32)
+            for shape in ((experts, embed, mlp), (experts, embed, mlp), (experts, mlp, embed))
+        )
     )
     chosen = {
         "any": np.stack([rng.permutation(experts)[:per_token] for _ in range(tokens)]),
@@ -122,6 +125,50 @@ def test_experts_equal_a_loop_over_pairs(choice: str) -> None:
     found = jax.jit(apply_experts)(x, chosen, weights, kernels)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, loop_over_pairs(x, chosen, weights, kernels), atol=2e-5)
+
+
+def test_blocks_of_rows_have_the_values_and_gradients_of_every_row_alone() -> None:
+    """Groups of no row, of few, of exactly a block and of several; nothing comes from rows that belong to none."""
+    sizes = np.array([0, BLOCK + 190, 3, BLOCK, 0, 200], np.int32)
+    rng = np.random.default_rng(4)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
+
+    rows, weights = draw(sizes.sum() + 85, 6), draw(sizes.sum() + 85, 6)
+    kernels = Kernels(draw(6, 6, 5), draw(6, 6, 5), draw(6, 5, 6))
+    used, expert = sizes.sum(), np.repeat(np.arange(6), sizes)
+
+    def grouped(rows: jax.Array, kernels: Kernels) -> jax.Array:
+        return jnp.sum(grouped_swiglu(rows, kernels, jnp.asarray(sizes))[:used] * weights[:used])
+
+    def alone(rows: jax.Array, kernels: Kernels) -> jax.Array:
+        gate, up, down = (kernel[expert] for kernel in kernels)
+        x = rows[:used, None]
+        return jnp.sum(((jax.nn.silu(x @ gate) * (x @ up)) @ down)[:, 0] * weights[:used])
+
+    expected = jax.jit(jax.value_and_grad(alone, (0, 1)))(rows, kernels)
+    found = jax.jit(jax.value_and_grad(grouped, (0, 1)))(rows.at[used:].set(jnp.nan), kernels)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+    out = jax.jit(grouped_swiglu)(rows, kernels, sizes)
+    assert out.dtype == jnp.float32 and not np.any(out[used:])
+
+
+def test_memory_does_not_grow_with_rows_times_experts() -> None:
+    """A dense product over all experts would hold rows * experts * embed numbers."""
+    tokens, per_token, experts, embed, mlp = 1024, 8, 32, 64, 32
+    kernel: Any = jax.ShapeDtypeStruct((experts, embed, mlp), jnp.bfloat16)
+    last: Any = jax.ShapeDtypeStruct((experts, mlp, embed), jnp.bfloat16)
+    given: Any = (
+        jax.ShapeDtypeStruct((tokens, embed), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, per_token), jnp.int32),
+        jax.ShapeDtypeStruct((tokens, per_token), jnp.float32),
+        Kernels(kernel, kernel, last),
+    )
+    gradient = jax.jit(jax.grad(lambda *given: jnp.sum(apply_experts(*given)), argnums=(0, 2, 3)))
+    memory = gradient.lower(*given).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 2 * tokens * per_token * experts * embed / 2
 
 
 def loop_over_sequences(probs: Any, chosen: Any, segment_ids: Any) -> dict[tuple[int, int], float]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.mesh import RULES
+from streamrl_jax.train.models.experts import Kernels, grouped_swiglu
 from streamrl_jax.train.models.layers import Linear, weight
 from streamrl_jax.train.segments import segment_sums
 
@@ -79,15 +80,16 @@ class Mixture(nnx.Module):
         def on_device(
             x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array
         ) -> Float[Array, "rows len embed"]:
-            # Each device's cotangent of x is a part of the whole. The sum over them, the transpose of this cast, was
-            # missing where the cast was left to JAX (0.10.2).
+            # A device's cotangents of x and of the kernels are parts of the whole. The sums over the devices are the
+            # transposes of these casts; that of x was missing where the cast was left to JAX (0.10.2).
             x, chosen, weights = jax.lax.pcast((x, chosen, weights), RULES["experts"], to="varying")
+            kernels = Kernels(*jax.lax.pcast((gate, up, down), RULES["batch"], to="varying"))
             first = jax.lax.axis_index(RULES["experts"]) * gate.shape[0]
             flat = apply_experts(
                 x.reshape(-1, x.shape[-1]),
                 chosen.reshape(-1, chosen.shape[-1]) - first,
                 weights.reshape(-1, weights.shape[-1]),
-                (gate, up, down),
+                kernels,
             )
             return jax.lax.psum(flat, RULES["experts"]).reshape(x.shape)
 
@@ -100,16 +102,12 @@ def apply_experts(
     x: Float[Array, "tokens embed"],
     chosen: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
-    kernels: tuple[
-        Float[Array, "experts embed mlp"],
-        Float[Array, "experts embed mlp"],
-        Float[Array, "experts mlp embed"],
-    ],
+    kernels: Kernels,
 ) -> Float[Array, "tokens embed"]:
     """Sums, for each token, the weighed outputs of its experts, as far as they are among these.
 
-    The tokens * k pairs of token and expert are sorted by expert, so that each expert's rows are contiguous, and go
-    through one ragged product a matrix. Their number is fixed, whatever the router chose.
+    The tokens * k pairs of token and expert are sorted by expert, so that each expert's rows are contiguous
+    (`grouped_swiglu`). Their number is fixed, whatever the router chose.
 
     Args:
         x: States.
@@ -120,21 +118,14 @@ def apply_experts(
     Returns:
         float32 sums.
     """
-    gate, up, down = kernels
-    experts, (tokens, per_token) = gate.shape[0], chosen.shape
+    experts, (tokens, per_token) = kernels.gate.shape[0], chosen.shape
     pairs = chosen.reshape(-1)
     keys = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
     order = jnp.argsort(keys, stable=True)
     sizes = jnp.sum(keys[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    # What a ragged product gives for the rows behind the last group is not defined. They are cut off on both sides,
-    # so that nothing of it comes into the sums or, through the cotangents, into the gradient of x.
-    inside = (jnp.arange(pairs.size) < jnp.sum(sizes))[:, None]
     # Permutations of all pairs, so that the transposes are permutations too and add nothing in an unknown order.
     rows = jnp.repeat(x, per_token, axis=0).at[order].get(unique_indices=True)
-    rows = jnp.where(inside, rows, 0)
-    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    outputs = jax.lax.ragged_dot(hidden, down, sizes, preferred_element_type=jnp.float32)
-    outputs = jnp.where(inside, outputs, 0)
+    outputs = grouped_swiglu(rows, kernels, sizes)
     back = outputs.at[jnp.argsort(order)].get(unique_indices=True)
     return jnp.einsum("tke,tk->te", back.reshape(tokens, per_token, -1), weights)
 
