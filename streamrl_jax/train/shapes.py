@@ -119,18 +119,7 @@ def plan_shape(
     Raises:
         UserError: A row is shorter than the longest sample, or longer than the budget.
     """
-    least = row_len or _rounded(longest)
-    if least < longest:
-        raise UserError(
-            f"trainer.pack_row_length = {row_len} is under the longest prompt and answer, {longest} tokens, "
-            "so that a long sample would fit no row; raise it, or set it to 0"
-        )
-    if budget_per_shard < least:
-        raise UserError(
-            f"actor.ppo_max_token_len_per_gpu = {budget_per_shard} is less than a row of {least} tokens; raise it "
-            f"to {least} or more, or lower data.max_prompt_length, data.max_response_length or "
-            "trainer.pack_row_length"
-        )
+    least = _shortest_row(longest, budget_per_shard, row_len)
 
     def rows(length: int) -> int:
         """As many as the budget allows a rank, and no more than it can need."""
@@ -155,6 +144,22 @@ def plan_shape(
         wanted, most = [part(length, 1) for length in lengths] + small, MOST_SHAPES
     shapes = [Shape(count * shards, length) for count, length in dict.fromkeys(wanted)][:most]
     return BatchShape(tuple(sorted(shapes, key=lambda s: (-s.tokens, s.row_len))), shards)
+
+
+def _shortest_row(longest: int, budget: int, row_len: int) -> int:
+    """Of the rows that hold the longest sample. Raises as `plan_shape`."""
+    least = row_len or _rounded(longest)
+    if least < longest:
+        raise UserError(
+            f"trainer.pack_row_length = {row_len} is under the longest prompt and answer, {longest} tokens, "
+            "so that a long sample would fit no row; raise it, or set it to 0"
+        )
+    if budget < least:
+        raise UserError(
+            f"actor.ppo_max_token_len_per_gpu = {budget} is less than a row of {least} tokens; raise it to {least} or "
+            "more, or lower data.max_prompt_length, data.max_response_length or trainer.pack_row_length"
+        )
+    return least
 
 
 def _rounded(length: float) -> int:
