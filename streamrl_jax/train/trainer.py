@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import jax
 import numpy as np
@@ -222,8 +223,8 @@ class Trainer:
     def _refuse_all(self) -> IterationResult:
         """The whole iteration is refused for the sake of some samples; what was accumulated is dropped."""
         self._gradients = self._steps.zero_gradients()
-        first, fault = self._faults[0]
-        refusal = Refusal(f"sample {first.name}: {fault}", tuple(answer.name for answer, _ in self._faults))
+        faults = sorted((answer.name, fault) for answer, fault in self._faults)  # whatever came first
+        refusal = Refusal("sample {}: {}".format(*faults[0]), tuple(name for name, _ in faults))
         return IterationResult(self._bare_metrics(refused=1.0), compare([], self._version), refusal)
 
     def _nothing_to_train_on(self) -> IterationResult:
@@ -354,7 +355,7 @@ class Trainer:
         agreement = compare(list(zip((m for m, _ in self._scored), scored, strict=True)), self._version)
         refusal = None
         if metrics["training/update_refused"]:
-            culprits = find_culprits(self._answers, self._spoils)
+            culprits = find_culprits(sorted(self._answers, key=attrgetter("name")), self._spoils)
             refusal = Refusal("loss or gradient is not finite", culprits)
         elif self._cfg.whitens:
             self._remember_statistics()
