@@ -26,7 +26,7 @@ DISCOUNTED: Final = ("gae", "reinforce_plus_plus")
 
 def combination_faults(cfg: Config) -> Iterator[str]:
     """Yields one sentence for each combination that makes no sense, with the remedy."""
-    yield from _batch_faults(cfg)
+    yield from _update_faults(cfg)
     yield from _advantage_faults(cfg)
     yield from _loss_faults(cfg)
     yield from _kl_faults(cfg)
@@ -45,7 +45,19 @@ def _changed(section: Section, *names: str) -> list[str]:
     ]
 
 
-def _batch_faults(cfg: Config) -> Iterator[str]:
+def _update_faults(cfg: Config) -> Iterator[str]:
+    for name, optim in (("actor", cfg.actor.optim), ("critic", cfg.critic.optim), ("sft", cfg.sft.optim)):
+        if optim.min_lr_ratio and optim.lr_scheduler == "constant":
+            yield (
+                f"{name}.optim.min_lr_ratio = {optim.min_lr_ratio} with {name}.optim.lr_scheduler = 'constant': the "
+                "rate never falls to it; choose 'cosine' or 'linear', or remove it"
+            )
+    warmup, iterations = cfg.critic.warmup_steps, cfg.trainer.total_training_steps
+    if cfg.uses_critic and warmup >= iterations:
+        yield (
+            f"critic.warmup_steps = {warmup} is not under trainer.total_training_steps = {iterations}: the policy "
+            "would never learn; lower the one or raise the other"
+        )
     mini = cfg.actor.ppo_mini_batch_size
     if mini and cfg.data.train_batch_size % mini:
         yield (

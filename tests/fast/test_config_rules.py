@@ -71,6 +71,14 @@ MASKS = {"rollout_rs": "token"}
         ({"algorithm": {"filter_groups": {"enable": True}}, "rollout": {"n": 1}}, "no group would be left"),
         ({"reward": {"overlong_buffer": {"len": 600}}}, r"overlong_buffer\.len = 600 is more than"),
         ({"reward": {"overlong_buffer": {"penalty_factor": 0.5}}}, r"len = 0 has no effect"),
+        (
+            {"actor": {"optim": {"min_lr_ratio": 0.1}}},
+            r"actor\.optim\.min_lr_ratio = 0\.1 with .* 'constant'",
+        ),
+        (
+            {"critic": {"warmup_steps": 100}},
+            r"critic\.warmup_steps = 100 is not under .* the policy would never learn",
+        ),
         ({"rollout": {"temperature": 0.005}}, r"greater than or equal to 0\.01"),
         ({"bridge": {"in_flight": True}}, "in sync mode nothing is in flight"),
         (
