@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from streamrl_jax.bridge import names
 from streamrl_jax.bridge.manifest import DTYPES, Target, lay_out
@@ -67,15 +68,19 @@ class Publication:
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor and where it comes from."""
+    """What is converted as one: a checkpoint tensor, or those of all experts of a layer."""
 
-    name: str
+    names: tuple[str, ...]  # one, or one for each expert
     entry: names.Entry
-    place: tuple[int, ...]  # index into a parameter that is stacked over layers, or over layers and experts
+    layer: int | None  # index into a parameter that is stacked over layers
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes in the given dtype."""
+        return len(self.names) * Target(self.entry.checkpoint_shape, dtype).nbytes
 
 
 def list_pieces(arch: names.Dimensions) -> tuple[Piece, ...]:
-    """Every tensor of a push, in the table's order.
+    """Everything that a push is made of, in the table's order.
 
     A tied model ships its head explicitly: vLLM's head would keep the old values otherwise.
 
@@ -83,13 +88,20 @@ def list_pieces(arch: names.Dimensions) -> tuple[Piece, ...]:
         arch: the architecture.
 
     Returns:
-        One piece a checkpoint name.
+        Pieces; each checkpoint name is in one.
     """
     pieces: list[Piece] = []
     for entry in names.entries(arch):
-        pieces += [Piece(name, entry, place) for name, place in zip(entry.names, entry.places, strict=True)]
+        if not entry.stacked:
+            pieces.append(Piece(entry.names, entry, None))
+        else:
+            layers, experts = entry.stacked[0], math.prod(entry.stacked[1:])
+            pieces += [
+                Piece(entry.names[layer * experts : (layer + 1) * experts], entry, layer)
+                for layer in range(layers)
+            ]
         if arch.tied and entry.pattern == names.EMBEDDING_NAME:
-            pieces.append(Piece(names.HEAD_NAME, entry, ()))
+            pieces.append(Piece((names.HEAD_NAME,), entry, None))
     return tuple(pieces)
 
 
@@ -107,7 +119,7 @@ def make_buckets(pieces: Sequence[Piece], dtype: str, bucket_bytes: int) -> list
     buckets: list[list[Piece]] = []
     held = 0
     for piece in pieces:
-        nbytes = Target(piece.entry.checkpoint_shape, dtype).nbytes
+        nbytes = piece.nbytes(dtype)
         if not buckets or held + nbytes > bucket_bytes:
             buckets.append([])
             held = 0
@@ -116,9 +128,10 @@ def make_buckets(pieces: Sequence[Piece], dtype: str, bucket_bytes: int) -> list
     return [tuple(bucket) for bucket in buckets]
 
 
-@partial(jax.jit, static_argnames=("pieces", "dtype"))
-def convert(params: Any, pieces: tuple[Piece, ...], dtype: str) -> list[jax.Array]:
+def convert(params: Any, pieces: Sequence[Piece], dtype: str) -> list[jax.Array]:
     """Brings pieces of a parameter tree into the checkpoint's layout.
+
+    What is compiled depends on the pieces' entries alone: buckets that differ in the layers share a program.
 
     Args:
         params: nested dictionary of arrays, as `streamrl_jax.bridge.names` knows it.
@@ -126,14 +139,25 @@ def convert(params: Any, pieces: tuple[Piece, ...], dtype: str) -> list[jax.Arra
         dtype: the generator's; rounding is to the nearest, ties to even.
 
     Returns:
-        One new array a piece. None shares a buffer with the parameters, which may be donated afterwards: what
-        `jit` returns is its own, also where nothing had to be computed (float32 masters shipped as float32).
+        One new array a piece; of experts, stacked. None shares a buffer with the parameters, which may be donated
+        afterwards: what `jit` returns is its own, also where nothing had to be computed (float32 masters shipped as
+        float32).
     """
+    layers = np.array([piece.layer or 0 for piece in pieces], np.int32)
+    return _convert(params, layers, tuple(piece.entry for piece in pieces), dtype)
+
+
+@partial(jax.jit, static_argnames=("entries", "dtype"))
+def _convert(params: Any, layers: jax.Array, entries: tuple[names.Entry, ...], dtype: str) -> list[jax.Array]:
     converted: list[jax.Array] = []
-    for piece in pieces:
-        leaf = names.leaf_at(params, piece.entry.path)
-        array = piece.entry.to_checkpoint(leaf[piece.place] if piece.place else leaf)
-        converted.append(array.astype(DTYPES[dtype]))
+    for index, entry in enumerate(entries):
+        array = names.leaf_at(params, entry.path)
+        lay_out_anew = entry.to_checkpoint
+        if entry.stacked:
+            array = jax.lax.dynamic_index_in_dim(array, layers[index], keepdims=False)
+        for _ in entry.stacked[1:]:
+            lay_out_anew = jax.vmap(lay_out_anew)
+        converted.append(lay_out_anew(array).astype(DTYPES[dtype]))
     return converted
 
 
@@ -151,10 +175,8 @@ def bytes_per_device(params: Any, pieces: Sequence[Piece], dtype: str) -> int:
     total = 0
     for piece in pieces:
         leaf: jax.Array = names.leaf_at(params, piece.entry.path)
-        # An expert is one of a dimension that is split over devices: alone, it is split by its own dimensions at most.
-        lead = len(piece.entry.stacked)
-        shards = math.prod(leaf.shape[lead:]) // math.prod(leaf.sharding.shard_shape(leaf.shape)[lead:])
-        total += -(-Target(piece.entry.checkpoint_shape, dtype).nbytes // shards)
+        shards = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
+        total += -(-piece.nbytes(dtype) // shards)
     return total
 
 
@@ -207,7 +229,7 @@ class Publisher:
         dtype: what is shipped (``gen.dtype``).
         fence: the life of this run.
         directories: where blobs may lie, the best first (``/dev/shm``, then one on disk).
-        bucket_bytes: tensors converted together; each bucket is a compilation of its own.
+        bucket_bytes: tensors converted together; all experts of a layer are, whatever their size.
         device_bytes: bound on the converted tensors of one device.
         timeout_s: bound on waiting for the copies of earlier buckets.
     """
@@ -225,7 +247,7 @@ class Publisher:
     ) -> None:
         pieces = list_pieces(arch)
         self.targets: Mapping[str, Target] = {
-            piece.name: Target(piece.entry.checkpoint_shape, dtype) for piece in pieces
+            name: Target(piece.entry.checkpoint_shape, dtype) for piece in pieces for name in piece.names
         }
         self._dtype = dtype
         self._buckets = make_buckets(pieces, dtype, bucket_bytes)
@@ -317,7 +339,7 @@ class Publisher:
         self, writer: VersionWriter, bucket: tuple[Piece, ...], arrays: list[jax.Array], nbytes: int
     ) -> None:
         try:
-            writer.add(zip([piece.name for piece in bucket], arrays, strict=True))
+            writer.add(_tensors(bucket, arrays))
         finally:
             arrays.clear()  # the devices have the memory back before the next bucket is let in
             self._budget.release(nbytes)
@@ -337,3 +359,10 @@ class Publisher:
         with self._lock:
             self._held[manifest.version] = published
         return published
+
+
+def _tensors(bucket: Sequence[Piece], arrays: Sequence[jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """Each checkpoint tensor under its name; waits for the copies to the host."""
+    for piece, array in zip(bucket, arrays, strict=True):
+        host = np.asarray(array)
+        yield from zip(piece.names, host if piece.entry.stacked[1:] else host[None], strict=True)

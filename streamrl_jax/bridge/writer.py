@@ -66,14 +66,16 @@ class VersionWriter:
         Args:
             tensors: name and array; an array on a device is copied to the host when it is its turn.
         """
+        begun = time.monotonic()
         for name, array in tensors:
-            begun = time.monotonic()
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             copied = time.monotonic()
             self._digests[name] = digest_bytes(data)
             digested = time.monotonic()
             self._opened().write(self._layout[name].offset, data)
-            self._spend(copied - begun, digested - copied, time.monotonic() - digested)
+            written = time.monotonic()
+            self._spend(copied - begun, digested - copied, written - digested)
+            begun = written  # what gives the tensors may itself wait for the next one
 
     def finish(self) -> tuple[Manifest, Path]:
         """Seals the blob.

@@ -31,7 +31,7 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.types import Fence
 
-from .tiny import random_params, tiny_arch, tiny_model
+from .tiny import tiny_arch, tiny_model
 
 FENCE = Fence("publish-test", 1)
 DTYPE_NAMES = ["float32", "bfloat16"]
@@ -115,16 +115,20 @@ def test_the_experts_of_a_mixture_are_shipped_one_by_one_from_where_they_lie(
     np.testing.assert_array_equal(found, kernel[0, 2].T.astype(DTYPES[dtype]))
 
 
-def test_what_a_device_holds_of_an_expert_is_not_underestimated() -> None:
-    """Its kernel is split over the experts too, of which a piece is one: 16 x 24 of 32 x 24 numbers on fsdp=2."""
-    model = tiny_model(tiny_arch("Qwen3MoeForCausalLM"), (1, 2, 4))
-    pieces = [
-        piece for piece in list_pieces(model.arch) if piece.name.endswith(".experts.5.gate_proj.weight")
-    ]
-    params = {
-        "layers": {"mlp": {"gate": {"kernel": random_params(model, 0)["layers"]["mlp"]["gate"]["kernel"]}}}
-    }
-    assert bytes_per_device(params, pieces, "float32") == len(pieces) * 16 * 24 * 4
+def test_all_experts_of_a_layer_are_one_piece_and_all_layers_share_a_program(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A large mixture has 18,000 experts' tensors: neither a slice nor a compilation for each of them."""
+    arch = tiny_arch("Qwen3MoeForCausalLM", num_hidden_layers=3, hidden_size=16, moe_intermediate_size=12)
+    params = _params(tiny_model(arch), 0)
+    pieces = [piece for piece in list_pieces(arch) if piece.entry.path[-2:] == ("up", "kernel")]
+    assert [len(piece.names) for piece in pieces] == [8, 8, 8]
+    with jax.log_compiles():
+        converted = [convert(params, (piece,), "bfloat16")[0] for piece in pieces]
+    assert caplog.text.count("Compiling jit(_convert)") == 1
+    kernel = np.asarray(params["layers"]["mlp"]["up"]["kernel"])
+    for layer, array in enumerate(converted):
+        np.testing.assert_array_equal(array, kernel[layer].swapaxes(1, 2).astype(DTYPES["bfloat16"]))
 
 
 def test_rounding_is_to_nearest_even() -> None:
@@ -136,7 +140,7 @@ def test_rounding_is_to_nearest_even() -> None:
     params = _params(model, 0)
     norm = np.resize(halves, model.arch.embed)
     params["norm"]["scale"] = jnp.asarray(norm)
-    piece = next(piece for piece in list_pieces(model.arch) if piece.name == "model.norm.weight")
+    piece = next(piece for piece in list_pieces(model.arch) if piece.names == ("model.norm.weight",))
     (array,) = convert(params, (piece,), "bfloat16")
     assert np.asarray(array).tobytes() == np.resize(rounded, model.arch.embed).tobytes()
 
@@ -182,9 +186,14 @@ def test_a_second_version_compiles_nothing(tmp_path: Path, caplog: pytest.LogCap
             assert "Compiling" in caplog.text  # what one looks like
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
-def test_converted_tensors_take_the_bytes_per_device_that_are_accounted(mesh: tuple[int, int, int]) -> None:
-    model = _model(False, mesh)
+@pytest.mark.parametrize(
+    ("architecture", "mesh"),
+    [("Qwen2", (1, 1, 1)), ("Qwen2", (2, 2, 2)), ("Qwen3Moe", (2, 2, 2)), ("Qwen3Moe", (1, 2, 4))],
+)
+def test_converted_tensors_take_the_bytes_per_device_that_are_accounted(
+    architecture: str, mesh: tuple[int, int, int]
+) -> None:
+    model = tiny_model(tiny_arch(f"{architecture}ForCausalLM", tie_word_embeddings=False), mesh)
     params = _params(model, 0)
     pieces = list_pieces(model.arch)
     held: Counter[int] = Counter()
@@ -197,18 +206,19 @@ def test_converted_tensors_take_the_bytes_per_device_that_are_accounted(mesh: tu
 
 def test_buckets_keep_order_and_bound() -> None:
     pieces = list_pieces(tiny_arch())
-    sizes = {piece.name: 2 * int(np.prod(piece.entry.checkpoint_shape)) for piece in pieces}
     buckets = make_buckets(pieces, "bfloat16", 1000)
     assert [piece for bucket in buckets for piece in bucket] == list(pieces)
     for bucket in buckets:
-        assert len(bucket) == 1 or sum(sizes[piece.name] for piece in bucket) <= 1000
+        assert len(bucket) == 1 or sum(piece.nbytes("bfloat16") for piece in bucket) <= 1000
 
 
-def test_names_are_those_of_a_checkpoint_in_order() -> None:
-    for tied in (True, False):
-        arch = tiny_arch(tie_word_embeddings=tied)
-        shapes = names.checkpoint_shapes(arch, explicit_head=True)
-        assert {piece.name: piece.entry.checkpoint_shape for piece in list_pieces(arch)} == shapes
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_are_those_of_a_checkpoint_in_order(architecture: str, tied: bool) -> None:
+    arch = tiny_arch(architecture, tie_word_embeddings=tied)
+    shapes = names.checkpoint_shapes(arch, explicit_head=True)
+    found = [(name, piece.entry.checkpoint_shape) for piece in list_pieces(arch) for name in piece.names]
+    assert len(found) == len(shapes) and dict(found) == shapes
 
 
 def test_a_version_lies_ready_until_it_is_released(tmp_path: Path) -> None:
