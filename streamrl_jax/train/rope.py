@@ -89,18 +89,18 @@ def read_rope(fields: Fields) -> Rope:
     Raises:
         UserError: It is of a kind that is not supported, partial, or written twice with different values.
     """
+    _refuse_partial("partial_rotary_factor", fields, fields)
     found = {name: part for name in ("rope_parameters", "rope_scaling") if (part := fields.part(name))}
     scalings = {name: _scaling(name, part, fields) for name, part in found.items()}
     if len(set(scalings.values())) > 1:
         raise fields.error("rope_scaling", "it differs from rope_parameters; leave one of them out")
-    parameters = found.get("rope_parameters")
-    written = parameters if parameters and parameters.config.get("rope_theta") is not None else fields
+    # transformers 5 looks for the base in the object first, whichever of the two names that has.
+    written = next((part for part in found.values() if part.config.get("rope_theta") is not None), fields)
     return Rope(written.number("rope_theta", _DEFAULT_THETA), next(iter(scalings.values()), None))
 
 
 def _scaling(name: str, part: Fields, fields: Fields) -> Llama3Scaling | None:
-    if part.config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.error(name, "a partial rotary embedding is not supported")
+    _refuse_partial(name, part, fields)
     kind = part.config.get("rope_type", part.config.get("type", "default"))
     if kind == "default":
         return None
@@ -117,6 +117,11 @@ def _scaling(name: str, part: Fields, fields: Fields) -> Llama3Scaling | None:
             "high_freq_factor", f"it must be above low_freq_factor = {scaling.low_freq_factor:g}"
         )
     return scaling
+
+
+def _refuse_partial(name: str, part: Fields, fields: Fields) -> None:
+    if part.config.get("partial_rotary_factor") not in (None, 1):
+        raise fields.error(name, "a partial rotary embedding is not supported")
 
 
 def _unsupported(name: str, kind: object, fields: Fields) -> UserError:

@@ -221,6 +221,7 @@ def test_values_are_a_linear_map_of_the_hidden_states() -> None:
         ({"rope_theta": 5e5}, 5e5),
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, 1e6),
         ({}, 1e4),
     ],
 )
@@ -234,6 +235,7 @@ def test_both_ways_of_writing_the_rotary_base(rope: dict[str, Any], theta: float
     "written",
     [
         {"rope_parameters": LLAMA3_ROPE},
+        {"rope_scaling": LLAMA3_ROPE},
         {"rope_theta": 5e5, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}},
     ],
 )
@@ -290,7 +292,8 @@ def test_what_a_configuration_leaves_out() -> None:
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'rope_parameters'.*'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters'.*'longrope' is not supported"),
         ({"rope_scaling": LLAMA3_ROPE}, "'rope_scaling'.*it differs from rope_parameters"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'rope_parameters'.*partial"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5: a partial"),
         ({"num_key_value_heads": 3}, "'num_key_value_heads' is 3: it must divide num_attention_heads = 4"),
         ({"hidden_size": 33}, "'hidden_size' is 33"),
         ({"head_dim": 7}, "'head_dim' is 7"),
