@@ -72,16 +72,18 @@ def test_every_algorithm_gives_the_same_update_and_metrics_in_any_split(kind: st
     # Right in two of three cases: some groups' scores do not differ, and dynamic sampling leaves those out.
     right = 2 / 3 if kind == "dapo" else None
     iterations = [samples(i, seed=5, right=right) for i in range(2)]
-    whole = new_trainer(programs(kind), rows=8)
+    whole = new_trainer(programs(kind, ONE), rows=8)
     expected = run(whole, iterations)
-    streamed = new_trainer(programs(kind), rows=2, pack=False)
+    streamed = new_trainer(programs(kind, ONE), rows=2, pack=False)
     metrics = run(streamed, [iteration[::-1] for iteration in iterations])
     assert metrics[0]["training/micro_batches"] > expected[0]["training/micro_batches"]
     assert_equal_metrics(metrics, expected)
     assert_equal_trees(jax.device_get(streamed.state), jax.device_get(whole.state))
 
 
-@pytest.mark.parametrize(("kind", "pack"), [("ppo", True), ("ppo", False), ("cispo", True)])
+@pytest.mark.parametrize(
+    ("kind", "pack"), [("ppo", True), ("ppo", False), ("cispo", True), ("mixture", True)]
+)
 def test_eight_devices_give_the_same_update_and_metrics_as_one(kind: str, pack: bool) -> None:
     expected_metrics, expected_state = in_order(kind, seed=7, rows=8)
     trainer = new_trainer(programs(kind, EIGHT), rows=8, pack=pack)
