@@ -29,6 +29,7 @@ from streamrl_jax.train.keeper import Keeper
 from streamrl_jax.train.loop import Parts
 from streamrl_jax.train.mesh import make_mesh
 from streamrl_jax.train.models import Arch, Params
+from streamrl_jax.train.own import checked_advantage, checked_loss
 from streamrl_jax.train.recorder import Hardware, Recorder
 from streamrl_jax.train.rollouts import Rollouts, training_sampling
 from streamrl_jax.train.state import TrainState
@@ -118,7 +119,8 @@ def open_bridge(cfg: Config, home: RunDir, arch: Arch, generation: GenerationSid
 def build_steps(cfg: Config, inputs: Inputs) -> Steps:
     """The run's programs on its mesh."""
     limit = inputs.tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
-    return Steps(inputs.arch, build_mesh(cfg), cfg, policy_loss=inputs.loss, vocab_limit=limit)
+    loss = inputs.loss and checked_loss(inputs.loss, cfg.algorithm.loss_fn)
+    return Steps(inputs.arch, build_mesh(cfg), cfg, policy_loss=loss, vocab_limit=limit)
 
 
 def build_mesh(cfg: Config) -> Mesh:
@@ -151,7 +153,8 @@ def build_trainer(steps: Steps, inputs: Inputs, restore: Restore | None) -> tupl
         state = _forked_state(restore.source, restore.step, steps, inputs)
     else:
         state, meta = restore.source.restore(restore.step, steps.abstract_state())
-    return Trainer(steps, state, reference, group_advantage=inputs.advantage), meta
+    advantage = inputs.advantage and checked_advantage(inputs.advantage, cfg.algorithm.advantage_fn)
+    return Trainer(steps, state, reference, group_advantage=advantage), meta
 
 
 def _forked_state(source: Checkpointer, step: int, steps: Steps, inputs: Inputs) -> TrainState:
