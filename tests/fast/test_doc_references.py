@@ -346,6 +346,7 @@ def check_is_loss(loss: PolicyLoss) -> None:
     shape = (2, 8)
     inputs = PolicyInputs(
         logprobs=jnp.full(shape, -1.0),
+        old_logprobs=jnp.full(shape, -1.1),
         behaviour_logprobs=jnp.full(shape, -1.2),
         advantages=jnp.ones(shape),
         mask=jnp.ones(shape, bool),
