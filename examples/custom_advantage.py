@@ -1,6 +1,6 @@
 """A group advantage of one's own: half the mean, half the best of the group is the baseline.
 
-    streamrl train configs/demo_grpo.toml --algorithm.advantage_fn examples/custom_advantage.py:beyond_the_best_half
+    streamrl demo configs/demo_grpo.toml --algorithm.advantage_fn examples/custom_advantage.py:beyond_the_best_half
 
 It gets the rewards of the answers to one prompt, NumPy float64, and gives one number for each; it is not traced.
 """

@@ -1,6 +1,6 @@
 """A policy loss of one's own: REINFORCE with a truncated importance weight, in place of PPO's clipped surrogate.
 
-    streamrl train configs/demo.toml --algorithm.loss_fn examples/custom_loss.py:truncated_reinforce
+    streamrl demo configs/demo.toml --algorithm.loss_fn examples/custom_loss.py:truncated_reinforce
 
 It is traced by JAX, so it is made of `jax.numpy`. The trainer adds entropy bonus and KL, applies the mask and
 divides by the denominator of `actor.loss_agg_mode`: a loss function gives one value per token.

@@ -1,6 +1,6 @@
 """A reward of one's own, in the signature of TRL's reward functions.
 
-    streamrl train configs/demo.toml --reward.function examples/custom_reward.py:close_enough
+    streamrl demo configs/demo.toml --reward.function examples/custom_reward.py:close_enough
 
 `completions` is a list of texts; every column of the prompt's row that is named arrives as a list beside it.
 A function with verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` works as well.
