@@ -18,7 +18,7 @@ from streamrl_jax.config_algorithm import (
     OptimSection,
     OverlongBufferSection,
 )
-from streamrl_jax.config_rules import GROUP_BASELINES, WHITENED, combination_faults
+from streamrl_jax.config_rules import GROUP_BASELINES, WHITENED, CombinationFaultsError, combination_faults
 from streamrl_jax.config_section import Section
 
 
@@ -308,7 +308,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
         if faults := list(combination_faults(self)):
-            raise ValueError("; ".join(faults))
+            raise CombinationFaultsError(faults)
         return self
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pydantic_core import ErrorDetails
 
+from streamrl_jax.config_rules import CombinationFaultsError
 from streamrl_jax.config_schema import key_above, near_keys, near_sections, sections
 from streamrl_jax.errors import UserError
 from streamrl_jax.toml_text import toml_value
@@ -71,7 +72,9 @@ def _describe(error: ErrorDetails, origins: Mapping[str, str]) -> list[str]:
     if error["type"] == "extra_forbidden":
         return _unknown(name, error["input"], origins)
     if error["type"] == "value_error":
-        return [_broken_rule(str(error.get("ctx", {}).get("error", error["msg"])), origins)]
+        broken = error.get("ctx", {}).get("error", error["msg"])
+        faults = broken.faults if isinstance(broken, CombinationFaultsError) else [str(broken)]
+        return [_broken_rule(fault, origins) for fault in faults]
     origin = origin_of(name, origins)
     subject = f"{origin}: {name} = {shown(error['input'])}"
     if entries:
@@ -132,7 +135,14 @@ def did_you_mean(name: str) -> str:
 
 def _broken_rule(message: str, origins: Mapping[str, str]) -> str:
     """A rule over several keys names them itself; what it cannot know is where their values came from."""
-    named = {key: origin for key, origin in origins.items() if key in message}
+    named = {key: origin for key, origin in origins.items() if _names(message, key)}
     if not named:
         return message
     return f"{message} ({', '.join(f'{key} from {origin}' for key, origin in named.items())})"
+
+
+def _names(message: str, key: str) -> bool:
+    """Whether a rule's message names the key, or the table within a section that it stands in."""
+    table = key.rpartition(".")[0]
+    names = [key, table] if "." in table else [key]
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", message) for name in names)

@@ -6,7 +6,7 @@ counts as set where it differs from its default, so that a resolved configuratio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from streamrl_jax.config_section import Section
@@ -22,6 +22,19 @@ WHITENED: Final = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 DISCOUNTED: Final = ("gae", "reinforce_plus_plus")
 """Estimators that add up rewards over the tokens of an answer."""
+
+
+class CombinationFaultsError(ValueError):
+    """Settings that do not fit together.
+
+    Attributes:
+        faults: One sentence each.
+    """
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        """Takes the sentences; as a text they are one."""
+        super().__init__("; ".join(faults))
+        self.faults = tuple(faults)
 
 
 def combination_faults(cfg: Config) -> Iterator[str]:

@@ -203,6 +203,20 @@ def test_every_fault_is_told_at_once_with_its_file_key_value_and_remedy(tmp_path
     assert "8 faults" in text
 
 
+def test_rules_over_several_keys_are_numbered_and_name_the_keys_that_they_mean(tmp_path: Path) -> None:
+    """Not those whose names merely begin alike; and for a table the keys that were set in it."""
+    file = tmp_path / "grpo.toml"
+    file.write_text('[data]\ntrain = "task:arithmetic"\n[algorithm]\nadv_estimator = "grpo"\n')
+    with pytest.raises(UserError) as caught:
+        load_config([file], ["actor.ppo_mini_batch_size=5", "critic.optim.lr=1e-3"])
+    text = str(caught.value)
+    assert text.startswith(
+        "The configuration has 2 faults: (1) actor.ppo_mini_batch_size = 5 does not divide "
+    )
+    assert "data.train from" not in text and "(actor.ppo_mini_batch_size from command line); (2)" in text
+    assert "critic.optim is set" in text and "critic.optim.lr from command line" in text
+
+
 def test_the_origin_of_a_fault_is_the_layer_that_won(tmp_path: Path) -> None:
     first = written(tmp_path, "first.toml", "[rollout]\nn = 0\n")
     second = written(tmp_path, "second.toml", "[rollout]\nn = -1\n")
