@@ -14,6 +14,8 @@ from streamrl_jax.commands.warmstart import run as warm_start
 from streamrl_jax.config_io import load_config
 from streamrl_jax.errors import STOPPED_EXIT_CODE, UserError
 from streamrl_jax.main_job import RunResult, train
+from streamrl_jax.rewards import load_reward
+from streamrl_jax.setup.inputs import load_advantage, load_loss
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 
 DEFAULT_CONFIG: Final = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -40,6 +42,10 @@ def run(files: Sequence[Path] = (), overrides: Sequence[str] = (), folder: Path 
     paths = list(files) or [DEFAULT_CONFIG]
     start, warm, out = home / "random_model", home / "warm_start", home / "export"
     first = load_config(paths, [f"model.path={start}", *overrides])
+    # Before minutes of warm start, not after them.
+    load_reward(first.reward)
+    load_loss(first)
+    load_advantage(first)
     print(f"1/4 a random model with a character tokenizer: {start}", flush=True)
     write_toy_checkpoint(start, first.run.seed)
     print(f"2/4 streamrl sft: a supervised warm start, {warm}", flush=True)

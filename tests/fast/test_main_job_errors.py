@@ -172,6 +172,51 @@ def test_a_reward_function_that_fails_ends_the_run(
     assert left_behind(world / "runs" / how) == []
 
 
+_OWN = """
+def mean_loss(inputs, settings):
+    return (-inputs.advantages * inputs.logprobs).mean(), {}
+
+def all_but_one(rewards):
+    return rewards[1:]
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "message"),
+    [
+        (
+            "loss_fn",
+            "mean_loss",
+            r"returned float32 of shape \(\) as the loss; it must be a float of each token",
+        ),
+        ("advantage_fn", "all_but_one", r"returned float64 of shape \(3,\) for the rewards \[.*\]; it must"),
+    ],
+)
+def test_a_function_of_ones_own_that_returns_something_else_ends_the_run(
+    world: Path, key: str, function: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (world / "own.py").write_text(_OWN)
+    name = f"{world / 'own.py'}:{function}"
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, key: name}
+    trainer = {"test_freq": 0, "val_before_train": False, "pack_row_length": 16}
+    config = write_config(world, run={"name": function}, algorithm=algorithm, trainer=trainer)
+    assert main(["train", str(config)]) == 2
+    error = capfd.readouterr().err
+    assert re.search(rf"streamrl: error: algorithm.{key} = '{re.escape(name)}' {message}", error), error
+    assert "Traceback" not in error
+    assert left_behind(world / "runs" / function) == []
+
+
+def test_a_demo_looks_at_its_functions_before_its_warm_start(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (world / "own.py").write_text(_OWN)
+    folder = world / "demo"
+    arguments = ["demo", "--run-dir", str(folder), f"algorithm.loss_fn={world / 'own.py'}:mean_los"]
+    assert main(arguments) == 2
+    assert "did you mean 'mean_loss'" in capfd.readouterr().err and not folder.exists()
+
+
 def test_an_instance_that_does_not_start_ends_the_run(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its log stays, and the error names it."""
     python = write_python(world / "broken-python", before="echo no such library >&2; exit 3")
