@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float64
 
 from streamrl_jax.config import ActorSection
 from streamrl_jax.errors import UserError
+from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.train.advantage import GroupAdvantage
 from streamrl_jax.train.loss import PolicyInputs, PolicyLoss, TokenStatistics
 
@@ -99,7 +100,7 @@ def _subject(field: str, name: str, function: Callable[..., Any]) -> str:
 def _called(function: Callable[..., Any], subject: str, when: str, *arguments: Any) -> Any:
     try:
         return function(*arguments)
-    except UserError:
+    except (UserError, StopRequested):  # a signal may come at any line
         raise
     except Exception as error:
         # JAX's messages explain themselves over many lines; the first says what happened.

@@ -12,6 +12,7 @@ import pytest
 
 from streamrl_jax.config import ActorSection
 from streamrl_jax.errors import UserError
+from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.train.loss import PolicyInputs, clipped_policy_loss
 from streamrl_jax.train.own import checked_advantage, checked_loss
 
@@ -83,6 +84,14 @@ def test_a_loss_given_from_python_goes_by_its_own_name() -> None:
 
     with pytest.raises(UserError, match=r"^the function my_loss \(algorithm.loss_fn\) raised ValueError: no"):
         checked_loss(my_loss, "")({}, {})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_signal_that_comes_while_it_runs_is_no_fault_of_it() -> None:
+    def signalled(rewards: np.ndarray) -> np.ndarray:
+        raise StopRequested("SIGUSR1")
+
+    with pytest.raises(StopRequested):
+        checked_advantage(signalled, "own.py:a")(np.zeros(2))
 
 
 @pytest.mark.parametrize(
