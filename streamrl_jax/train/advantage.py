@@ -18,6 +18,10 @@ from streamrl_jax.train.segments import carry_from_right, last_of_segment
 # A spread this small beside the values is what rounding leaves of equal ones (float32 resolves 6e-8).
 _ROUNDING = 1e-5
 
+# Of float32 log-probs. Where no answer earned anything, and policy and reference are still the same, this is all that a
+# KL in the reward leaves of advantages.
+_LOGPROB_ROUNDING = 1e-6
+
 _GROUP_EPS = 1e-6
 
 GroupAdvantage = Callable[[Float64[np.ndarray, " group"]], Float64[np.ndarray, " group"]]
@@ -78,11 +82,13 @@ class Whitening:
 def whitening(statistics: Moments) -> Whitening:
     """Whitening by masked mean and variance (the variance of the values themselves: m2 / count).
 
-    Equal advantages whiten to 0: a spread that is rounding residue is not divided by.
+    Equal advantages whiten to 0: a spread that is rounding residue, of the values or of log-probs in a KL, is not
+    divided by.
     """
     deviation = math.sqrt(statistics.variance)
     magnitude = math.hypot(float(statistics.mean), deviation)
-    return Whitening(float(statistics.mean), 0.0 if deviation <= _ROUNDING * magnitude else 1.0 / deviation)
+    nothing = deviation <= max(_ROUNDING * magnitude, _LOGPROB_ROUNDING)
+    return Whitening(float(statistics.mean), 0.0 if nothing else 1.0 / deviation)
 
 
 def group_advantage(settings: AlgorithmSection) -> GroupAdvantage:

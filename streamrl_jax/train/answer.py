@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from streamrl_jax.config import Config
 from streamrl_jax.errors import UserError
 from streamrl_jax.rewards.overlong import overlong_penalty
 from streamrl_jax.types import FinishReason, Generation, Logprobs, Prompt, Sample, TokenIds, expand_runs
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +54,11 @@ class Answer:
         if not np.isfinite(self.logprobs).all():
             return f"a log-prob of instance {self.instance or 'unnamed'} is not finite"
         for what in ("reward", "advantage"):
-            if not math.isfinite(value := getattr(self, what)):
+            value = getattr(self, what)
+            if not math.isfinite(value):
                 return f"its {what} is {value}"
+            if abs(value) > _LARGEST:
+                return f"its {what} is {value}, beyond float32"
         return ""
 
 

@@ -378,7 +378,9 @@ class Trainer:
 
     def _remember_statistics(self) -> None:
         new = self._statistics()
-        if not new.count:
+        # Where all rewards are equal, the advantages' spread is that of a small KL, or of the critic's errors: by it
+        # the next iteration's first success would become huge.
+        if not new.count or level(np.array([answer.reward for answer in self._answers])):
             return
         past = jax.device_get(self.state.advantages)
         statistics = merge([faded(past, _WHITENING_MEMORY), new])

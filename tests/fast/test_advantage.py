@@ -154,6 +154,8 @@ def test_equal_advantages_whiten_to_zero() -> None:
     parts = [measured(values, np.ones((4, 64), bool)), measured(values, np.arange(256).reshape(4, 64) < 77)]
     assert whitening(merge(parts)).scale == 0.0
     assert whitening(Moments()) == Whitening(0.0, 0.0)
+    # What float32 leaves of a KL between a policy and itself, at a weight of 0.001.
+    assert whitening(Moments(count=1000.0, mean=1e-12, m2=1000.0 * 1e-9**2)).scale == 0.0
 
 
 def test_fading_keeps_mean_and_variance_and_halves_the_weight() -> None:

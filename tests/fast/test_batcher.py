@@ -156,6 +156,7 @@ def test_which_number_of_an_answer_is_not_finite() -> None:
     assert one.non_finite == ""
     assert replace(one, reward=float("nan")).non_finite == "its reward is nan"
     assert replace(one, advantage=float("inf")).non_finite == "its advantage is inf"
+    assert replace(one, reward=-1e39).non_finite == "its reward is -1e+39, beyond float32"
     broken = replace(one, logprobs=np.array([-1, -np.inf, -1], np.float32))
     assert broken.non_finite == "a log-prob of instance unnamed is not finite"
 

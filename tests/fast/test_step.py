@@ -93,6 +93,15 @@ def test_advantages_without_a_spread_whiten_no_later_ones() -> None:
     assert first["critic/advantages/max"] > 1.0
 
 
+def test_an_iteration_of_equal_rewards_leaves_no_statistics_to_whiten_by() -> None:
+    """Its advantages are a KL's or the critic's errors, and may be as small as rounding."""
+    trainer = new_trainer(programs("ppo"), rows=8)
+    run(trainer, [[replace(sample, reward=0.0) for sample in samples(0)]])
+    assert float(trainer.state.advantages.count) == 0.0
+    each_run(trainer, 1)
+    assert float(trainer.state.advantages.count) > 0.0
+
+
 def each_run(trainer: Trainer, version: int) -> dict[str, float]:
     trainer.begin_iteration(version)
     for sample in samples(version):
