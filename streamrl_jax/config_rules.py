@@ -37,6 +37,16 @@ class CombinationFaultsError(ValueError):
         self.faults = tuple(faults)
 
 
+ESTIMATOR_KEYS: Final = (
+    "model.critic_path",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.whiten_advantages",
+    "algorithm.norm_adv_by_std_in_grpo",
+)
+"""What belongs to an estimator of advantages, beside the section ``critic``."""
+
+
 def combination_faults(cfg: Config) -> Iterator[str]:
     """Yields one sentence for each combination that makes no sense, with the remedy."""
     yield from _update_faults(cfg)

@@ -18,6 +18,7 @@ from streamrl_jax.config_io import (
     read_layer,
     with_absolute_paths,
 )
+from streamrl_jax.config_rules import ESTIMATOR_KEYS
 from streamrl_jax.errors import UserError
 
 _SHOWN_DIFFERENCES: Final = 6
@@ -68,8 +69,8 @@ def plan_start(
     """Reads the configuration that fits the way a run begins.
 
     A new run takes the files and the overrides. A resumed run takes its own `config.toml` and the overrides;
-    files, if given, only say where the run is. A fork takes the other run's `config.toml`, then the files,
-    then the overrides.
+    files, if given, only say where the run is. A fork takes the other run's `config.toml` (less what belongs
+    to its advantage estimator, if that changes), then the files, then the overrides.
 
     Args:
         files: Configuration files.
@@ -156,11 +157,37 @@ def _forked(files: Sequence[Path], overrides: Sequence[str], fork: Fork, run_dir
     own = read_layer(fork.run_dir / "config.toml")
     # A name of its own, unless one is given: the other run's directory is taken.
     name = Layer("the fork", {"run": {"name": f"{fork.run_dir.absolute().name}-fork"}})
-    layers = [own, name, *map(read_layer, files), *map(parse_override, overrides)]
-    config = config_from_layers(layers)
+    changes = [*map(read_layer, files), *map(parse_override, overrides)]
+    own = without_the_estimators(own, changes)
+    config = config_from_layers([own, name, *changes])
     changed = differences(config_from_layers([own, name]), config)
     note = f"forks {fork}" + (f" with changes: {_listed(changed)}" if changed else " without changes")
     return _new(config, run_dir, fork, (note,))
+
+
+def without_the_estimators(own: Layer, changes: Sequence[Layer]) -> Layer:
+    """A run's own configuration, less what only its advantage estimator reads, where the changes name another one.
+
+    Nobody asked for those settings beside the new estimator, which would refuse them.
+
+    Args:
+        own: The configuration that is forked.
+        changes: What is laid over it.
+
+    Returns:
+        The layer to build on; what was taken out is at its default again.
+    """
+
+    def estimator(layer: Layer) -> str | None:
+        return layer.table.get("algorithm", {}).get("adv_estimator")
+
+    named = [estimator(layer) for layer in changes if estimator(layer) is not None]
+    if not named or named[-1] == estimator(own):
+        return own
+    table = {section: dict(values) for section, values in own.table.items() if section != "critic"}
+    for section, key in (name.split(".") for name in ESTIMATOR_KEYS):
+        table.get(section, {}).pop(key, None)
+    return Layer(own.origin, table)
 
 
 def _listed(changes: Sequence[str]) -> str:

@@ -109,8 +109,8 @@ class AgreementGate:
             if self._cfg.trainer.on_non_finite == "stop":
                 raise UserError(
                     f"{text}. The iteration's samples are in samples/, the weights are as before that update. Look at "
-                    "the reward function and at a loss of your own, or lower actor.optim.lr; --resume goes on from the last "
-                    "checkpoint, and trainer.on_non_finite = 'skip' passes over such iterations"
+                    "the reward function and at a loss of your own, or lower actor.optim.lr; --resume goes on from the "
+                    "last checkpoint, and trainer.on_non_finite = 'skip' passes over such iterations"
                 )
             log.warning("%s; it is passed over, with the weights as before it", text)
             return

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from streamrl_jax.cli import main
-from streamrl_jax.config_io import load_config
+from streamrl_jax.commands.starts import without_the_estimators
+from streamrl_jax.config_io import config_from_layers, parse_override, read_layer
 from streamrl_jax.rundir import look
 from streamrl_jax.samples_log import recorded_iterations
 from streamrl_jax.setup.inputs import read_inputs
@@ -46,7 +47,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def state_of(run: Path, step: int, *, forked: bool = False, overrides: tuple[str, ...] = ()) -> TrainState:
-    cfg = load_config([run / "config.toml"], list(overrides))
+    changes = [parse_override(override) for override in overrides]
+    cfg = config_from_layers([without_the_estimators(read_layer(run / "config.toml"), changes), *changes])
     inputs = read_inputs(cfg)
     with Checkpointer(run / "checkpoints", 1) as source:
         trainer, _ = build_trainer(build_steps(cfg, inputs), inputs, Restore(source, step, forked))
