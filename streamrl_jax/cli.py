@@ -5,6 +5,7 @@ JAX, vLLM and their like are imported by the command that needs them: help and d
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from streamrl_jax import __version__
 from streamrl_jax.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
@@ -61,10 +62,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR_EXIT_CODE
     except StopRequested as request:
         print(f"streamrl: stopped by {request}", file=sys.stderr)
-        return STOPPED_EXIT_CODE
+        code = STOPPED_EXIT_CODE
     except KeyboardInterrupt:
         print("streamrl: interrupted", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
+        code = INTERRUPTED_EXIT_CODE
+    if argv is None:
+        _end_process(code)
+    return code
+
+
+def _end_process(code: int) -> NoReturn:
+    """Ends a stopped process at once.
+
+    All that it opened is closed by now. What is left are native threads, such as those of a compilation that was broken
+    off, and the interpreter's orderly end would take from under them what they still use: a segmentation fault in place
+    of the exit code, now and then.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -43,6 +43,7 @@ SAMPLES = 128
 BOUND = 1e-3  # on the log-prob difference of every single token, as in the configuration
 START_S, STEP_S = 400.0, 200.0
 GONE_WITHIN_S = 30.0
+REWARD = f"{Path(__file__).with_name('length_reward.py')}:share_of_the_limit"
 NO_EVALUATION = ("trainer.test_freq=0", "trainer.val_before_train=false")
 
 
@@ -75,9 +76,9 @@ def members(groups: Sequence[int]) -> list[int]:
 
 def test_ctrl_c_while_the_engines_load_leaves_nothing(warm: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with running(
-        "train", CONFIG, f"model.path={warm}", "--run-dir", run_dir, log=tmp_path / "log"
-    ) as command:
+    # Without the cache, so that the signal comes in the middle of a compilation.
+    compiling = (f"model.path={warm}", "trainer.compilation_cache=off")
+    with running("train", CONFIG, *compiling, "--run-dir", run_dir, log=tmp_path / "log") as command:
 
         def loading() -> bool:
             return sum("EngineCore" in program for program in called(command.tree())) == 2
@@ -111,6 +112,8 @@ def bereft(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Bereft:
     folder = tmp_path_factory.mktemp("sync")
     run_dir = folder / "run"
     arguments = ["train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.total_training_steps=60"]
+    # The model is right nowhere yet, and without a spread of rewards the policy's gradient waits for the batch.
+    arguments.append(f"reward.function={REWARD}")
     with running(*arguments, "--run-dir", run_dir, log=folder / "log") as command:
         command.until(lambda: has_step(run_dir, 1), "the first step", START_S)
         command.until(lambda: at_work(run_dir, VICTIM), f"{VICTIM} is at work", STEP_S, every_s=0.02)
