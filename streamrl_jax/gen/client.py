@@ -177,8 +177,12 @@ class InstanceClient:
             await stream.close()
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise InstanceError(self.address, "Generate", code, f"no Welcome within {timeout_s} s") from None
-        except InstanceError:
+        except InstanceError as error:
             await stream.close()
+            if error.code is grpc.StatusCode.INTERNAL:
+                # Refused while the Hello was still being written, grpc.aio forgets the reason. A plain call is refused
+                # for the same one.
+                await self.status()
             raise
         return stream
 
