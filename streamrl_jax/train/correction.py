@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.config_algorithm import RolloutCorrectionSection
 from streamrl_jax.train.loss import LOG_RATIO_BOUND
-from streamrl_jax.train.segments import segment_sums
+from streamrl_jax.train.segments import segment_means, segment_sums
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -105,7 +105,6 @@ def _at_level(
         case "sequence":
             return segment_sums(log_rho, segment_ids)
         case "geometric":
-            count = segment_sums(mask.astype(jnp.float32), segment_ids)
-            return segment_sums(log_rho, segment_ids) / jnp.maximum(count, 1.0)
+            return segment_means(log_rho, mask, segment_ids)
         case _:
             assert_never(level)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.config import ActorSection
-from streamrl_jax.train.segments import segment_sums
+from streamrl_jax.train.segments import segment_means
 
 LOG_RATIO_BOUND: Final = 20.0
 """Bound on the size of a log-ratio: exp(20) is far beyond any clip, and far from float32's overflow."""
@@ -118,8 +118,7 @@ def sequence_policy_loss(
         The loss of each token, and `ppo_kl` (k1 from old to current policy) and `pg_clipfrac`.
     """
     change = log_ratio(inputs)
-    count = segment_sums(inputs.mask.astype(jnp.float32), inputs.segment_ids)
-    mean = jax.lax.stop_gradient(segment_sums(change, inputs.segment_ids) / jnp.maximum(count, 1.0))
+    mean = jax.lax.stop_gradient(segment_means(change, inputs.mask, inputs.segment_ids))
     # The value of the sequence's ratio, with the gradient of the token's log-prob.
     ratio = jnp.exp(mean) * (1.0 + change - jax.lax.stop_gradient(change))
     loss, clipped = _clipped(ratio, inputs.advantages, settings)

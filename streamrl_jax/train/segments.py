@@ -44,6 +44,20 @@ def segment_sums(
     return before + onwards - wide
 
 
+def segment_means(
+    values: Float[Array, "rows len"], mask: Bool[Array, "rows len"], segment_ids: Int[Array, "rows len"]
+) -> Float[Array, "rows len"]:
+    """The mean of the values over the kept tokens of a token's segment, at each token; float32.
+
+    Args:
+        values: 0 outside the mask.
+        mask: The kept tokens. The mean of a segment without one is 0.
+        segment_ids: Which packed sequence a token belongs to; the tokens of one are contiguous.
+    """
+    count = segment_sums(mask.astype(jnp.float32), segment_ids)
+    return segment_sums(values, segment_ids) / jnp.maximum(count, 1.0)
+
+
 def first_kept(mask: Bool[Array, "rows len"], segment_ids: Int[Array, "rows len"]) -> Bool[Array, "rows len"]:
     """True at the first token of the mask in each segment that has one: one mark a sequence that is trained on."""
     kept = mask.astype(jnp.float32)
