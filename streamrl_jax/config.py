@@ -355,6 +355,11 @@ class Config(Section):
         return self.data.train_batch_size // mini if mini else 1
 
     @property
+    def loss_scale(self) -> int:
+        """What `seq-mean-token-sum-norm` divides a sequence's sum by, tokens."""
+        return self.actor.loss_scale_factor or self.data.max_response_length
+
+    @property
     def single_update(self) -> bool:
         """Whether an iteration takes one optimizer step, on all of its samples."""
         return self.mini_batches == 1 and self.actor.ppo_epochs == 1

@@ -122,6 +122,11 @@ class RolloutCorrectionSection(Section):
     rollout_rs_threshold_lower: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Lower bound; 0: one over the upper."""
 
+    @property
+    def rollout_rs_lower(self) -> float:
+        """The lower bound that applies."""
+        return self.rollout_rs_threshold_lower or 1.0 / self.rollout_rs_threshold
+
 
 class AlgorithmSection(Section):
     """Advantages, the reward's KL, and what is left out or weighted."""

@@ -104,7 +104,7 @@ def _aggregation(config: Config) -> str:
     mode = config.actor.loss_agg_mode
     if mode != "seq-mean-token-sum-norm":
         return mode
-    return f"{mode}, over {config.actor.loss_scale_factor or config.data.max_response_length:,} tokens"
+    return f"{mode}, over {config.loss_scale:,} tokens"
 
 
 def _ratio(config: Config) -> str:
@@ -124,7 +124,7 @@ def _correction(config: Config) -> str:
         )
     if correction.rollout_rs != "none":
         upper = correction.rollout_rs_threshold
-        lower = correction.rollout_rs_threshold_lower or 1 / upper
+        lower = correction.rollout_rs_lower
         parts.append(f"leaves out {_THOSE[correction.rollout_rs]} outside [{lower:g}, {upper:g}]")
     return "; ".join(parts) or "none"
 

@@ -75,7 +75,7 @@ class Aggregation:
     @classmethod
     def of(cls, cfg: Config) -> Aggregation:
         """What the configuration asks for: `actor.loss_agg_mode` and `actor.loss_scale_factor`."""
-        return cls(cfg.actor.loss_agg_mode, cfg.actor.loss_scale_factor or cfg.data.max_response_length)
+        return cls(cfg.actor.loss_agg_mode, cfg.loss_scale)
 
     def weights(
         self, mask: Bool[Array, "rows len"], segment_ids: Int[Array, "rows len"]

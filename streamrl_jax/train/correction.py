@@ -82,8 +82,7 @@ def correct(
     kept = mask
     if settings.rollout_rs != "none":
         rho = _ratio(_at_level(log_rho, mask, segment_ids, settings.rollout_rs))
-        low = settings.rollout_rs_threshold_lower or 1.0 / settings.rollout_rs_threshold
-        inside = (rho >= low) & (rho <= settings.rollout_rs_threshold)
+        inside = (rho >= settings.rollout_rs_lower) & (rho <= settings.rollout_rs_threshold)
         kept = mask & inside
         statistics["rollout_rs_masked"] = 1.0 - inside.astype(jnp.float32)
     return Corrected(kept, weights, statistics)
