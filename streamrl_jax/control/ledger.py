@@ -73,6 +73,7 @@ class Ledger:
         self._entries.update((sample_id, _Entry(job_id)) for sample_id in ids)
         self._open[job_id] = len(ids)
         self._jobs[job_id] = ids
+        self._counts["opened"] += len(ids)
 
     def dispatch(self, sample_id: str, instance: str) -> int:
         """Hands a waiting sample to an instance and returns the number of this attempt."""
@@ -82,6 +83,11 @@ class Ledger:
         self._counts["dispatched"] += 1
         self._counts["redispatched"] += entry.attempt > 0
         return entry.attempt
+
+    def continued(self, tokens: int) -> None:
+        """Counts a dispatch that goes on from so many tokens of an earlier attempt."""
+        self._counts["continued"] += 1
+        self._counts["tokens_kept"] += tokens
 
     def judge(self, fence: Fence, sample_id: str, attempt: int, instance: str) -> Verdict:
         """Says whether a message speaks of an attempt that runs now; changes and counts nothing."""
@@ -117,6 +123,7 @@ class Ledger:
         self._at(sample_id, Stage.DISPATCHED)
         entry = self._release(sample_id, Stage.WAITING)
         entry.attempt += 1
+        self._counts["taken_back"] += 1
         return entry.attempt
 
     def requeue_instance(self, instance: str) -> list[str]:
@@ -162,7 +169,8 @@ class Ledger:
 
     def counts(self) -> Mapping[str, int]:
         """Totals since the start, by kind; those of dropped messages are named as in ``Verdict``."""
-        names = ("dispatched", "finished", "redispatched", "delivered", "cancelled")
+        names = ("opened", "dispatched", "finished", "taken_back", "redispatched", "continued", "tokens_kept",
+                 "delivered", "cancelled")  # fmt: skip
         drops = (verdict.value for verdict in Verdict if verdict is not Verdict.ACCEPTED)
         return {name: self._counts[name] for name in (*names, *drops)}
 
@@ -172,7 +180,14 @@ class Ledger:
         return {stage: counted[stage] for stage in Stage}
 
     def check(self) -> None:
-        """Compares the account's parts with each other; a difference raises ``AssertionError``."""
+        """Compares the account's parts with each other; a difference raises ``AssertionError``.
+
+        The totals add up at every moment::
+
+            opened     = delivered + cancelled + open now
+            dispatched = finished + taken_back + at an instance now
+            finished   = delivered + waiting for a reward or for the trainer now
+        """
         holders = {(entry.instance, sample_id) for sample_id, entry in self._entries.items()
                    if entry.stage is Stage.DISPATCHED}  # fmt: skip
         indexed = {(instance, sample_id) for instance, ids in self._held.items() for sample_id in ids}
@@ -181,6 +196,17 @@ class Ledger:
             entry.job_id for entry in self._entries.values() if entry.stage is not Stage.DELIVERED
         )
         assert undelivered == Counter(self._open), f"open jobs {self._open}, undelivered {undelivered}"
+        totals, now = self._counts, self.stages()
+        opened = totals["delivered"] + totals["cancelled"] + undelivered.total()
+        assert totals["opened"] == opened, (
+            f"{totals['opened']} samples were opened, {opened} are accounted for"
+        )
+        handed = totals["finished"] + totals["taken_back"] + now[Stage.DISPATCHED]
+        assert totals["dispatched"] == handed, (
+            f"{totals['dispatched']} dispatches, {handed} are accounted for"
+        )
+        taken = totals["delivered"] + now[Stage.FINISHED] + now[Stage.REWARDED]
+        assert totals["finished"] == taken, f"{totals['finished']} answers, {taken} are accounted for"
 
     def _at(self, sample_id: str, stage: Stage) -> _Entry:
         entry = self._entries.get(sample_id)

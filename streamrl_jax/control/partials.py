@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streamrl_jax.types import Partial, Progress, Sampling, join_runs, slice_runs
+from streamrl_jax.types import FinishReason, Partial, Progress, Sampling, join_runs, slice_runs
 
 
 def extend(known: Partial | None, progress: Progress) -> Partial | None:
@@ -36,23 +36,40 @@ def extend(known: Partial | None, progress: Progress) -> Partial | None:
     )
 
 
-def resumable(known: Partial | None, sampling: Sampling) -> Partial | None:
-    """Cuts a beginning so that something is left to produce: an instance refuses an answer that is complete.
+def ending(known: Partial, sampling: Sampling) -> tuple[Partial, FinishReason] | None:
+    """Says whether a beginning is the whole answer, of which only the last message is missing.
+
+    To cut off the end and draw it anew would be a second chance for answers that had ended, and make them longer.
 
     Args:
         known: the beginning.
         sampling: gives the length limit and the stop ids.
 
     Returns:
-        What the next attempt goes on from; None: it starts anew.
+        The answer up to its end, and why it ended; None: it goes on.
     """
-    if known is None:
-        return None
-    keep = min(len(known.token_ids), sampling.longest - 1)
+    keep, reason = sampling.longest, FinishReason.LENGTH
     if sampling.forced_length is None:
         stops = np.flatnonzero(np.isin(known.token_ids[:keep], sampling.stop_token_ids))
-        keep = int(stops[0]) if stops.size else keep
-    if keep == 0:
+        if stops.size:
+            keep, reason = int(stops[0]) + 1, FinishReason.STOP
+    if len(known.token_ids) < keep:
         return None
-    versions = slice_runs(known.versions, 0, keep)
-    return Partial(known.token_ids[:keep], known.logprobs[:keep], versions)
+    whole = Partial(known.token_ids[:keep], known.logprobs[:keep], slice_runs(known.versions, 0, keep))
+    return whole, reason
+
+
+def resumable(known: Partial | None, min_version: int) -> Partial | None:
+    """What the next attempt goes on from.
+
+    Args:
+        known: the beginning of an answer that is not at its end.
+        min_version: the oldest version that the sample may hold (DESIGN rule 5).
+
+    Returns:
+        ``known``; None when a token of it is too old: the next attempt starts at the prompt. A beginning of it that
+        is new enough is not kept either, since versions only grow along an answer.
+    """
+    if known is None or any(run.version < min_version for run in known.versions):
+        return None
+    return known

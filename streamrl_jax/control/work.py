@@ -10,7 +10,7 @@ from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.jobs import Job, Member, engine_priority, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
 from streamrl_jax.control.outbox import Outbox
-from streamrl_jax.control.partials import extend, resumable
+from streamrl_jax.control.partials import ending, extend, resumable
 from streamrl_jax.control.queue import HeldQueue, Room, Waiting
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.errors import UserError
@@ -44,6 +44,9 @@ class Work:
 
     Call order: ``submit`` a job; ``take`` fills the instances; for each message of theirs ``finished``,
     ``progress`` or ``rejected``; ``lost`` when one dies; ``delivered`` when the trainer has taken a sample.
+
+    Invariant: beginnings of answers (`control.partials`) are kept for open samples alone, no longer than was asked
+    for, and none is whole; the next attempt is given exactly what is kept.
 
     Args:
         fence: this life of the run.
@@ -132,19 +135,24 @@ class Work:
         return verdict
 
     def progress(self, fence: Fence, progress: Progress, instance: str) -> Verdict:
-        """Keeps the beginning of an answer.
+        """Keeps the beginning of an answer; what is a whole answer already is taken as finished.
 
         Raises:
             InstanceLost: it is longer than was asked for.
+            ControlError: it is whole, and holds tokens of too old a version.
         """
         verdict = self.ledger.judge(fence, progress.sample_id, progress.attempt, instance)
         if verdict is not Verdict.ACCEPTED:
             self.ledger.drop(verdict)
         elif (known := extend(self._partials.get(progress.sample_id), progress)) is not None:
-            if len(known.token_ids) > (limit := self._open[progress.sample_id].job.sampling.longest):
+            sampling = self._open[progress.sample_id].job.sampling
+            if len(known.token_ids) > sampling.longest:
                 raise InstanceLost(
-                    f"its answer to sample {progress.sample_id} has passed the {limit} tokens that were asked for"
+                    f"its answer to sample {progress.sample_id} has passed the {sampling.longest} tokens that were "
+                    "asked for"
                 )
+            if (end := ending(known, sampling)) is not None:
+                return self.finished(fence, _whole(progress, *end, instance), instance)
             self._partials[progress.sample_id] = known
         return verdict
 
@@ -206,12 +214,15 @@ class Work:
 
     def _assignment(self, sample_id: str, instance: str) -> Assignment:
         self.ledger.dispatch(sample_id, instance)
-        return self._make(sample_id)
+        assignment = self._make(sample_id)
+        if assignment.resumed is not None:
+            self.ledger.continued(len(assignment.resumed.token_ids))
+        return assignment
 
     def _make(self, sample_id: str) -> Assignment:
         job, member = self._open[sample_id].job, self._open[sample_id].member
         attempt = self.ledger.attempt(sample_id)
-        resumed = resumable(self._partials.get(sample_id), job.sampling)
+        resumed = self._partials.get(sample_id)
         return Assignment(
             sample_id=sample_id,
             attempt=attempt,
@@ -239,6 +250,10 @@ class Work:
                 f"sample {sample_id} {why}, at its attempt number {attempt}, the last one allowed"
             )
         opened = self._open[sample_id]
+        if resumable(self._partials.get(sample_id), opened.job.min_version) is None:
+            self._partials.pop(
+                sample_id, None
+            )  # also so that the next attempt's tokens are not appended to it
         self.queue.push(_waiting(opened.job, opened.member), front=True)
 
     def _check_length(self, generation: Generation) -> None:
@@ -279,6 +294,18 @@ class Work:
             rewarded_s=time.monotonic(),
         )
         self._outboxes[job.job_id].put(sample)
+
+
+def _whole(progress: Progress, answer: Partial, reason: FinishReason, instance: str) -> Generation:
+    return Generation(
+        progress.sample_id,
+        progress.attempt,
+        answer.token_ids,
+        answer.logprobs,
+        answer.versions,
+        reason,
+        instance,
+    )
 
 
 def _waiting(job: Job, member: Member) -> Waiting:

@@ -151,7 +151,10 @@ def test_random_deaths_and_repeats_at_scale() -> None:
         ledger.check() if draw.random() < 0.1 else None
     assert delivered == Counter(ids)
     counts = ledger.counts()
-    assert counts["dispatched"] == len(ids) + counts["redispatched"]
+    ledger.check()
+    assert (
+        counts["dispatched"] == len(ids) + counts["redispatched"] == counts["finished"] + counts["taken_back"]
+    )
     assert counts["redispatched"] > 100
     assert counts["stale_attempts_dropped"] > 0
 
@@ -173,8 +176,12 @@ def test_each_kind_of_wrong_message_is_counted() -> None:
     assert ledger.accept(LIFE, "j/0", 1, "b") is Verdict.DUPLICATE
     assert ledger.accept(LIFE, "j/0", 0, "a") is Verdict.STALE_ATTEMPT
     assert ledger.counts() == {
+        "opened": 2,
         "dispatched": 2,
+        "taken_back": 1,
         "redispatched": 1,
+        "continued": 0,
+        "tokens_kept": 0,
         "finished": 1,
         "delivered": 0,
         "cancelled": 0,

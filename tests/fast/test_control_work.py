@@ -12,15 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from streamrl_jax.control.controller import PROBE_PRIORITY
+from streamrl_jax.control.core import PROBE_PRIORITY
 from streamrl_jax.control.faults import ControlError, InstanceLost, RewardError
 from streamrl_jax.control.jobs import Job, engine_priority
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.outbox import Outbox
-from streamrl_jax.control.partials import extend, resumable
 from streamrl_jax.control.queue import HeldQueue, Room
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.tasks import until_one_ends
@@ -32,16 +29,12 @@ from streamrl_jax.types import (
     Fence,
     FinishReason,
     Generation,
-    Partial,
-    Progress,
     Prompt,
     Rejection,
     RejectReason,
     Sample,
     Sampling,
     VersionRun,
-    expand_runs,
-    group_runs,
 )
 
 PROMPT = Prompt("17", np.asarray([1], np.int32), {"answer": "4"})
@@ -140,63 +133,6 @@ def test_engine_priority_puts_earlier_iterations_first_and_probes_before_all() -
     ]
     assert order == sorted(order)
     assert all(-(2**63) <= number < 2**63 for number in order)
-
-
-def test_progress_of_a_stale_attempt_is_dropped() -> None:
-    jobs = work()
-    jobs.submit(train(n=1))
-    jobs.take(ROOMS)
-    jobs.lost("a")
-    piece = Progress(
-        "train/3/17/0", 0, 0, np.asarray([5], np.int32), np.zeros(1, np.float32), (VersionRun(3, 1),)
-    )
-    assert jobs.progress(LIFE, piece, "a") is Verdict.STALE_ATTEMPT
-    assert jobs.sizes()["partials"] == 0
-
-
-# ---------------------------------------------------------------- partial answers
-
-
-@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 6), st.data())
-def test_progress_in_any_pieces_gives_a_prefix(offsets: list[int], width: int, data: st.DataObject) -> None:
-    """Pieces may overlap, repeat or leave a gap: what is known is always a true beginning of the answer."""
-    answer, versions = np.arange(100, 118, dtype=np.int32), [index // 5 for index in range(18)]
-    known: Partial | None = None
-    reached = 0
-    for offset in offsets:
-        end = offset + width
-        piece = Progress(
-            "s", 0, offset, answer[offset:end], -answer[offset:end].astype(np.float32) / 100,
-            group_runs(versions[offset:end]),
-        )  # fmt: skip
-        known = extend(known, piece)
-        reached = max(reached, end) if offset <= reached else reached
-    assert (0 if known is None else len(known.token_ids)) == reached
-    if known is not None:
-        np.testing.assert_array_equal(known.token_ids, answer[:reached])
-        np.testing.assert_array_equal(known.logprobs, -answer[:reached].astype(np.float32) / 100)
-        assert list(expand_runs(known.versions)) == versions[:reached]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "limit", "forced", "kept"),
-    [
-        ([5, 6, 7], 10, None, [5, 6, 7]),
-        ([5, 6, 7], 3, None, [5, 6]),  # complete by length: its Finished was lost
-        ([5, 6, 9], 10, None, [5, 6]),  # complete by its stop token 9
-        ([9], 10, None, None),
-        ([5], 1, None, None),
-        ([5, 9, 7], 10, 8, [5, 9, 7]),  # recorded lengths ignore stops
-    ],
-)
-def test_resumable(tokens: list[int], limit: int, forced: int | None, kept: list[int] | None) -> None:
-    known = Partial(
-        np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), (VersionRun(2, len(tokens)),)
-    )
-    left = resumable(known, Sampling(1.0, limit, (9,), forced_length=forced, evaluation=forced is not None))
-    assert (None if left is None else left.token_ids.tolist()) == kept
-    if left is not None:
-        assert sum(run.length for run in left.versions) == len(left.token_ids) == len(left.logprobs)
 
 
 # ---------------------------------------------------------------- the way out
