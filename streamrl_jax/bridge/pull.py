@@ -48,7 +48,7 @@ class Patience:
 
 
 async def fetch_manifest(
-    address: str, fence: Fence, version: int, *, token: str, timeout_s: float
+    address: str, fence: Fence, version: int, *, access: net.Access, timeout_s: float
 ) -> Manifest:
     """Asks a store what a version consists of.
 
@@ -56,7 +56,7 @@ async def fetch_manifest(
         address: ``host:port`` of the store.
         fence: the life of the run.
         version: its number.
-        token: shared secret; empty: none.
+        access: token and TLS of the run.
         timeout_s: bound on the call.
 
     Returns:
@@ -66,10 +66,10 @@ async def fetch_manifest(
         PullError: the store refused or cannot be reached.
     """
     request = pb.ManifestRequest(fence=codec.fence_to_proto(fence), version=version)
-    async with grpc.aio.insecure_channel(address, options=net.CHANNEL_OPTIONS) as channel:
+    async with net.open_channel(address, access) as channel:
         try:
             reply = await rpc.WeightStoreStub(channel).GetManifest(
-                request, timeout=timeout_s, metadata=net.bearer(token)
+                request, timeout=timeout_s, metadata=access.metadata
             )
         except grpc.aio.AioRpcError as error:
             raise PullError(f"manifest of version {version} from {address}: {_told(error)}") from error
@@ -81,7 +81,7 @@ async def pull(
     manifest: Manifest,
     timeout_s: float,
     *,
-    token: str,
+    access: net.Access,
     directories: Sequence[Path],
     patience: Patience = Patience(),
 ) -> Path:
@@ -91,7 +91,7 @@ async def pull(
         address: ``host:port`` of the store.
         manifest: as its publisher announced it.
         timeout_s: bound on the whole.
-        token: shared secret; empty: none.
+        access: token and TLS of the run.
         directories: where the blob may lie, the best first.
         patience: bounds within it.
 
@@ -105,7 +105,7 @@ async def pull(
     """
     what = f"version {manifest.version} from {address}"
     with open_blob(directories, manifest.fence, manifest.version, manifest.total_bytes) as writer:
-        transfer = _Transfer(manifest, writer, token)
+        transfer = _Transfer(manifest, writer, access)
         try:
             async with asyncio.timeout(timeout_s):
                 await _until_whole(transfer, address, patience)
@@ -125,10 +125,10 @@ async def pull(
 class _Transfer:
     """Bytes of one version on their way; ``held`` of them, from the start, have been written."""
 
-    def __init__(self, manifest: Manifest, writer: BlobWriter, token: str) -> None:
+    def __init__(self, manifest: Manifest, writer: BlobWriter, access: net.Access) -> None:
         self.held = 0
         self.total = manifest.total_bytes
-        self._manifest, self._writer, self._token = manifest, writer, token
+        self._manifest, self._writer, self._access = manifest, writer, access
 
     async def advance(self, address: str, stall_s: float) -> None:
         """Opens a stream at ``held`` and writes what it brings until it ends.
@@ -141,8 +141,8 @@ class _Transfer:
         request = pb.FetchRequest(
             fence=codec.fence_to_proto(self._manifest.fence), version=self._manifest.version, offset=self.held
         )
-        async with grpc.aio.insecure_channel(address, options=net.CHANNEL_OPTIONS) as channel:
-            stream = rpc.WeightStoreStub(channel).Fetch(request, metadata=net.bearer(self._token))
+        async with net.open_channel(address, self._access) as channel:
+            stream = rpc.WeightStoreStub(channel).Fetch(request, metadata=self._access.metadata)
             async with asyncio.timeout(stall_s) as bound:
                 async for chunk in stream:
                     bound.reschedule(asyncio.get_running_loop().time() + stall_s)

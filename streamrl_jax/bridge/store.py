@@ -98,15 +98,14 @@ class StoreServer:
     Args:
         store: what to serve.
         listen: ``host:port``; port 0 takes a free one.
-        token: shared secret that callers must show; empty: none.
-        insecure: consent to plain text beyond loopback.
+        access: what callers must show.
         timeout_s: bound on starting and on closing.
     """
 
     def __init__(
-        self, store: WeightStore, listen: str, *, token: str, insecure: bool = False, timeout_s: float = 10.0
+        self, store: WeightStore, listen: str, access: net.Access, *, timeout_s: float = 10.0
     ) -> None:
-        self._store, self._listen, self._token, self._insecure = store, listen, token, insecure
+        self._store, self._listen, self._access = store, listen, access
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
@@ -148,9 +147,9 @@ class StoreServer:
         self._loop.close()
 
     async def _serve(self) -> str:
-        server = net.make_server(self._token)
+        server = net.make_server(self._access)
         rpc.add_WeightStoreServicer_to_server(self._store, server)
-        address = net.bind(server, self._listen, insecure=self._insecure, token=self._token)
+        address = net.bind(server, self._listen, self._access)
         await server.start()
         self._server = server
         return address

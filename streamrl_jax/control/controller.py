@@ -8,20 +8,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import TypeVar
 
+from streamrl_jax.control.core import TICK_S, ControllerCore
 from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.outbox import Outbox
-from streamrl_jax.control.pool import Pool
-from streamrl_jax.control.queue import HeldQueue, Place, place_with_group
+from streamrl_jax.control.queue import Place, place_with_group
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Publication
-from streamrl_jax.control.work import Work
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
 from streamrl_jax.rewards import RewardFn
@@ -31,12 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PROBE_PRIORITY: Final = -(2**20)
-"""Before everything that trains."""
-
 _ASK_S = 30.0  # bound on a question to the loop, which answers at once unless it is stuck
-_TICK_S = 0.5
-_LAST_EVENTS_S = 0.05  # gRPC still tells of ended calls; on a closed loop it would complain in other loops
 
 
 class Controller:
@@ -54,7 +48,7 @@ class Controller:
         reward: the reward function; runs on threads of the controller.
         decode: token ids to text, for the reward function.
         on_event: takes what happens, on the controller's thread; must be quick.
-        token: shared secret of run and instances; empty: none.
+        access: token and TLS of run and instances.
         place: chooses the instance of a sample.
     """
 
@@ -66,17 +60,14 @@ class Controller:
         reward: RewardFn,
         decode: Callable[[TokenIds], str],
         on_event: Callable[[ControlEvent], None],
-        token: str = "",
+        access: net.Access = net.OPEN,
         place: Place = place_with_group,
     ) -> None:
         self._settings = settings
-        self._launcher = launcher
         self._rewards = RewardWorkers(reward, decode, settings.reward_timeout_s, settings.reward_workers)
-        self._work = Work(fence, self._rewards, HeldQueue(place), settings.max_attempts, self._spawn)
-        self._pool = Pool(fence, settings, launcher, token, self._work, self._spawn, on_event)
+        self._core = ControllerCore(settings, fence, launcher, self._rewards, on_event, token, place)
+        self._core.when_failed(lambda error: self._failed.set())
         self._outboxes: dict[str, Outbox] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
         self._failed = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -88,7 +79,7 @@ class Controller:
         """Starts the instances and returns at once."""
         self._rewards.start()
         self._thread.start()
-        self._ask(self._begin)
+        self._ask(self._core.begin)
 
     def wait_ready(self, timeout_s: float, at_least: int | None = None) -> None:
         """Waits until the instances are loaded.
@@ -102,15 +93,15 @@ class Controller:
         """
         end = time.monotonic() + timeout_s
         while True:
-            self._check()
+            self._core.check()
             views = self.pool()
-            loaded = self._ask(self._pool.loaded)
+            loaded = self._ask(self._core.pool.loaded)
             if loaded >= (len(views) if at_least is None else at_least):
                 return
             if time.monotonic() > end:
                 raise ControlError(
                     f"{loaded} of {len(views)} instances were ready within {timeout_s:g} s: "
-                    f"{self._ask(self._pool.situation)}"
+                    f"{self._ask(self._core.pool.situation)}"
                 )
             self._failed.wait(0.1)
 
@@ -130,7 +121,7 @@ class Controller:
         """
         done: Future[list[UpdateReport]] = Future()
         publication = Publication(manifest, source, release, time.monotonic())
-        self._ask(lambda: self._publish(publication, done))
+        self._ask(lambda: self._core.publish(publication, done))
         return done
 
     def submit(self, job: Job, into: str = "") -> None:
@@ -146,9 +137,9 @@ class Controller:
         """
         if into:
             outbox = self._outbox(into)
-            self._ask(lambda: self._submit(job, outbox))
+            self._ask(lambda: self._core.submit(job, outbox))
         else:
-            self._outboxes[job.job_id] = self._ask(lambda: self._submit(job))
+            self._outboxes[job.job_id] = self._ask(lambda: self._core.submit(job))
 
     def samples(self, job_id: str, timeout_s: float) -> Iterator[Sample]:
         """Yields each of a job's samples once, in the order of arrival.
@@ -162,7 +153,7 @@ class Controller:
             Exception: whatever ended the run on the controller's side.
         """
         outbox = self._outbox(job_id)
-        yield from outbox.drain(timeout_s, self._taken, lambda: self._ask(self._pool.situation))
+        yield from outbox.drain(timeout_s, self._taken, lambda: self._ask(self._core.pool.situation))
         self._outboxes.pop(job_id, None)
 
     def probe(self, version: int, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[str, ...]:
@@ -179,33 +170,29 @@ class Controller:
         Returns:
             One job id per instance, for ``samples``. Probes are not rewarded.
         """
-        jobs = [
-            Job(f"probe/{version}/{name}", prompts, 1, sampling, version, version, PROBE_PRIORITY, probe=True,
-                pinned=name)
-            for name in self._ask(lambda: self._pool.serving(version))
-        ]  # fmt: skip
+        jobs = self._ask(lambda: self._core.probes(version, prompts, sampling))
         for job in jobs:
             self.submit(job)
         return tuple(job.job_id for job in jobs)
 
     def pool(self) -> tuple[InstanceView, ...]:
         """How each instance stands."""
-        return self._ask(self._pool.views)
+        return self._ask(self._core.views)
 
     def counters(self) -> Mapping[str, int]:
         """Totals since the start: what was dispatched, finished, restarted, and dropped, by kind."""
-        return self._ask(self._counters)
+        return self._ask(self._core.counters)
 
     def sizes(self) -> Mapping[str, int]:
         """Entries held in memory, by kind; 0 when every job is done."""
-        return self._ask(self._work.sizes)
+        return self._ask(self._core.work.sizes)
 
     def fail(self, error: BaseException) -> None:
         """Ends the run from outside (a version could not be written, say): every wait raises the error."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self._loop.call_soon_threadsafe(self._core.fail, error)
         else:
-            self._fail(error)
+            self._core.fail(error)
 
     def close(self) -> None:
         """Ends streams, instances (whole process groups) and threads.
@@ -227,84 +214,14 @@ class Controller:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(self._on_loop_error)
         try:
             self._loop.run_forever()
-            self._loop.run_until_complete(self._end())
+            self._loop.run_until_complete(self._core.end())
         finally:
             self._loop.close()
 
-    def _begin(self) -> None:
-        for name in self._launcher.names:
-            self._pool.add(name)
-        self._spawn(self._tick(), name="tick")
-
-    # Whether the run has failed is asked on the loop: what came in after the failure would be told of none.
-
-    def _publish(self, publication: Publication, done: Future[list[UpdateReport]]) -> None:
-        self._check()
-        self._pool.publish(publication, done)
-
-    def _submit(self, job: Job, outbox: Outbox | None = None) -> Outbox:
-        self._check()
-        outbox = self._work.submit(job, outbox)
-        self._pool.pump()
-        return outbox
-
-    def _counters(self) -> Mapping[str, int]:
-        counts, pool = dict(self._work.ledger.counts()), self._pool.counts()
-        counts["other_fence_dropped"] += pool["other_fence_dropped"]
-        return {**counts, "restarts": pool["restarts"]}
-
     def _taken(self, sample: Sample) -> None:
-        self._loop.call_soon_threadsafe(self._work.delivered, sample)
-
-    async def _tick(self) -> None:
-        due = time.monotonic() + _TICK_S
-        while True:
-            await asyncio.sleep(_TICK_S)
-            if time.monotonic() - due < _TICK_S:  # else this process itself was stopped: no call is to blame
-                self._rewards.check()
-            due = time.monotonic() + _TICK_S
-
-    async def _end(self) -> None:
-        """Ends all tasks; each instance ends its process group."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(_LAST_EVENTS_S)
-        self._fail(ControlError("the controller was closed"))
-        self._pool.shelf.clear()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
-        task = self._loop.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if net.is_pollers(error):
-            log.debug("gRPC's poller: %r", error)
-            return
-        self._fail(error if isinstance(error, BaseException) else ControlError(str(context["message"])))
-
-    def _fail(self, error: BaseException) -> None:
-        """The first failure is the one that everybody is told."""
-        if self._failure is None:
-            self._failure = error
-            self._work.fail(error)
-            self._pool.fail(error)
-            self._failed.set()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._loop.call_soon_threadsafe(self._core.delivered, sample)
 
     # ---------------------------------------------------------------- from the trainer's threads
 
@@ -328,9 +245,9 @@ class Controller:
                 answer.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        for _ in range(int(_ASK_S / _TICK_S)):
+        for _ in range(int(_ASK_S / TICK_S)):
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                return answer.result(_TICK_S)
+                return answer.result(TICK_S)
             if not self._thread.is_alive() and not answer.done():
                 raise ControlError("the controller was closed")
         raise ControlError(f"the controller's loop did not answer within {_ASK_S:g} s")

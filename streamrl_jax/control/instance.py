@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from streamrl_jax.control.events import (
-    Activity,
-    ControlEvent,
-    EventKind,
-    InstanceView,
-)
+from streamrl_jax.control.events import Activity, ControlEvent, EventKind, InstanceView
 from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.lease import Lease
+from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.link import Link
 from streamrl_jax.control.meter import ActivityClock, TokenRate
 from streamrl_jax.control.queue import Room
-from streamrl_jax.control.settings import ControlSettings
-from streamrl_jax.control.shelf import Shelf
 from streamrl_jax.control.startup import check_process, until_loaded
+from streamrl_jax.control.surroundings import Surroundings
 from streamrl_jax.control.tasks import to_the_end, until_one_ends
+from streamrl_jax.control.tenure import Fate, Tenure
 from streamrl_jax.control.updates import pick_source, push
-from streamrl_jax.control.work import Work
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.client import InstanceClient, StreamEvent
-from streamrl_jax.gen.launch import Launched, Launcher
+from streamrl_jax.gen.launch import Launched
 from streamrl_jax.types import (
     NO_VERSION,
     Assignment,
-    Fence,
     Generation,
     Hello,
     InstanceInfo,
@@ -46,47 +39,35 @@ _TICK_S = 0.5  # between two judgements of one that runs
 _LATE_S = 1.0  # a tick later than this: this process itself was stopped
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What an instance shares with the others."""
-
-    fence: Fence
-    settings: ControlSettings
-    launcher: Launcher
-    token: str
-    work: Work
-    shelf: Shelf
-    pump: Callable[[], None]  # hands out work; called when an instance may have room
-    emit: Callable[[ControlEvent], None]
-    settled: Callable[[UpdateReport], None]  # an update of this instance ended, or will not come
-
-
 class Instance:
     """Keeps one instance alive and fed.
 
-    Call order: ``run`` as a task, for as long as the run lasts; the rest at any time. One life::
+    Call order: ``run`` as a task, until it leaves the pool; the rest at any time. One life::
 
         start ─▶ wait until loaded ─▶ open the stream ─▶ push the current version ─▶ serve ─▶ lost
           ▲                                                                                     │
           └──────────── its samples are queued again, its process group is ended ◀──────────────┘
 
-    Invariant: it has a room (and so gets samples) only while it is connected and serves a version, and only
-    samples that this version may answer.
+    ``leave`` ends the last life: nothing new is handed out, what it holds is answered first.
+
+    Invariant: it has a room (and so gets samples) only while it is connected and serves a version that was
+    checked against the manifest in this very life, and only samples that this version may answer.
 
     Args:
         name: unique in the pool.
         shared: what all instances share.
+        founding: the run began with it.
     """
 
-    def __init__(self, name: str, shared: Surroundings) -> None:
+    def __init__(self, name: str, shared: Surroundings, *, founding: bool) -> None:
         self.name = name
+        self.tenure = Tenure(founding=founding, max_restarts=shared.settings.max_restarts)
         self.version = NO_VERSION
         self.loaded = False  # LOADED and connected
         self._shared = shared
         self._settings = shared.settings
         self._address = ""
-        self._ever_loaded = False
-        self._restarts = 0
+        self._checked = False  # what it serves was held against the manifest, in this life
         self._info: InstanceInfo | None = None
         self._link: Link | None = None
         self._lease = Lease(self._settings.lease, time.monotonic())
@@ -105,7 +86,7 @@ class Instance:
         """What it can take now; None: nothing at all."""
         if self._link is None or self._info is None or not self._link.connected:
             return None
-        if self._status.state is InstanceState.DRAINING:
+        if self._status.state is InstanceState.DRAINING or self.tenure.leaving or not self._checked:
             return None
         capacity = self._info.slots + self._info.lookahead
         held = self._shared.work.ledger.held_count(self.name)
@@ -124,27 +105,39 @@ class Instance:
         """A newer version is on the shelf."""
         self._published.set()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it may be given work of its version."""
+        return self.loaded and self._checked and not self.tenure.leaving
+
+    def leave(self, why: str, *, at_once: bool) -> None:
+        """Gives it nothing more; it leaves the pool with its last answer.
+
+        Args:
+            why: what the pool reports when it has left.
+            at_once: hands out again what it holds, instead of waiting for it.
+        """
+        self.tenure.leave(why, at_once=at_once)
+        self._changed.set()
+        self._shared.settled(UpdateReport(self.name, False, NO_VERSION, f"not needed any more: {why}"))
+
     def view(self) -> InstanceView:
         """How it stands."""
         now = time.monotonic()
         return InstanceView(
             name=self.name,
             address=self._address,
-            state=self._status.state,
+            state=InstanceState.DRAINING if self.tenure.leaving else self._status.state,
             version=self.version,
             held=self._shared.work.ledger.held_count(self.name),
             running=self._status.running,
             waiting=self._status.waiting,
             tokens_per_s=self._rate.per_s(now),
             tokens=self._tokens,
-            restarts=self._restarts,
+            restarts=self.tenure.restarts,
             seconds=self._clock.seconds(now),
+            slots=self._info.slots if self._info else 0,
         )
-
-    @property
-    def restarts(self) -> int:
-        """How often it was started anew."""
-        return self._restarts
 
     @property
     def other_fence_dropped(self) -> int:
@@ -154,28 +147,49 @@ class Instance:
     # ---------------------------------------------------------------- life
 
     async def run(self) -> str:
-        """Lives, dies and is started anew.
+        """Lives, dies and is started anew, until it leaves.
 
         Returns:
-            Why it was given up; only an instance that was started elsewhere is given up.
+            Why it left the pool.
 
         Raises:
-            ControlError: it died once too often.
+            ControlError: it died once too often, and the run began with it.
             Exception: whatever ends the run.
         """
+        await until_one_ends(self._lives(), self._until_left())
+        return self.tenure.farewell
+
+    async def _lives(self) -> None:
         while True:
             launched, reason = await self._one_life()
-            if (gone := self._allow_another(launched, reason)) is not None:
-                return gone
+            if not self._allow_another(launched, reason):
+                return
+
+    async def _until_left(self) -> None:
+        """Returns when it was told to leave and holds nothing any more; the lease bounds what it still answers."""
+        await self.tenure.told_to_leave()
+        while self._shared.work.ledger.held_count(self.name):
+            if self.tenure.at_once:
+                self._hand_back(self.tenure.farewell)
+                return
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _one_life(self) -> tuple[Launched | None, str]:
         launched: Launched | None = None
         try:
             launched = await self._launch()
+            self.tenure.managed = launched.managed
             await self._live(launched)
         except InstanceLost as lost:
             self._take_back(str(lost))  # before its process is ended, which may take a while
             return launched, str(lost)
+        except UserError as error:
+            if not self.tenure.on_trial:
+                raise
+            self.tenure.misfit = True
+            self._take_back(str(error))
+            return launched, str(error)
         finally:
             if launched is not None:
                 await to_the_end(launched.stop())
@@ -185,14 +199,14 @@ class Instance:
         try:
             return await self._shared.launcher.start(self.name)
         except UserError as error:
-            if not self._ever_loaded:
+            if self.tenure.founding and not self.tenure.loaded:
                 raise
             # It worked before: this is one of the restarts that are allowed.
             raise InstanceLost(str(error)) from error
 
     async def _live(self, launched: Launched) -> None:
         self._address = launched.address
-        client = InstanceClient(launched.address, self._shared.token)
+        client = InstanceClient(launched.address, self._shared.access)
         try:
             await until_loaded(
                 self.name,
@@ -219,7 +233,7 @@ class Instance:
             self._info = await link.open()
             self._link, self.version = link, self._info.version
             self._lease = Lease(self._settings.lease, time.monotonic())
-            self.loaded = self._ever_loaded = True
+            self.loaded = self.tenure.loaded = True
             self._emit(EventKind.READY, self._info.engine)
             self._published.set()
             await until_one_ends(link.run(), self._keep_updated(client), self._watch(launched))
@@ -227,39 +241,46 @@ class Instance:
             if self._link is not None:
                 await self._link.close()
                 self._other_fence_dropped = self.other_fence_dropped
-            self._link, self.version, self.loaded = None, NO_VERSION, False
+            self._link, self.version, self.loaded, self._checked = None, NO_VERSION, False, False
             self._status = InstanceStatus(InstanceState.LOADING, NO_VERSION)
             self._note(time.monotonic())
             await client.close()
 
     def _take_back(self, reason: str) -> None:
-        """Hands its samples to the others."""
-        lost = self._shared.work.lost(self.name)
+        """Hands the samples of a lost instance to the others."""
         self._emit(EventKind.LOST, reason)
-        if lost:
-            self._emit(EventKind.REDISPATCH, reason, count=len(lost))
+        self._hand_back(reason)
         self._shared.settled(
             UpdateReport(self.name, False, NO_VERSION, f"lost: {reason}; it gets the version when it is back")
         )
+
+    def _hand_back(self, reason: str) -> None:
+        if lost := self._shared.work.lost(self.name):
+            self._emit(EventKind.REDISPATCH, reason, count=len(lost))
+        self._changed.set()
         self._shared.pump()
 
-    def _allow_another(self, launched: Launched | None, reason: str) -> str | None:
-        """Returns why it is given up, or None: it is started anew."""
-        # What never came up will hardly come up at the fifth try.
-        allowed = self._settings.max_restarts if self._ever_loaded else min(1, self._settings.max_restarts)
-        if self._restarts >= allowed:
-            why = f"instance {self.name} ({self._address}) was lost after {self._restarts} restarts: {reason}"
-            if launched is not None and not launched.managed:
-                return why
-            tail = launched.log_tail() if launched else ""
-            raise ControlError(
-                f"{why}. It is started at most {allowed + 1} times (gen.max_restarts); mend what ends it, then go "
-                "on with --resume",
-                f"the last lines of its log:\n{tail}" if tail else "",
-            )
-        self._restarts += 1
-        self._emit(EventKind.RESTART, reason, count=self._restarts)
-        return None
+    def _allow_another(self, launched: Launched | None, reason: str) -> bool:
+        """Whether it is started anew; otherwise it leaves, for the reason that `run` returns.
+
+        Raises:
+            ControlError: the run ends with it.
+        """
+        tenure = self.tenure
+        why = f"instance {self.name} ({self._address}) was lost after {tenure.restarts} restarts: {reason}"
+        match tenure.fate(why):
+            case Fate.AGAIN:
+                self._emit(EventKind.RESTART, reason, count=tenure.restarts)
+                return True
+            case Fate.LEAVES:
+                return False
+            case Fate.ENDS_RUN:
+                tail = launched.log_tail() if launched else ""
+                raise ControlError(
+                    f"{why}. It is started at most {tenure.allowed_restarts + 1} times (gen.max_restarts); mend "
+                    "what ends it, then go on with --resume",
+                    f"the last lines of its log:\n{tail}" if tail else "",
+                )
 
     # ---------------------------------------------------------------- serving
 
@@ -273,17 +294,16 @@ class Instance:
                 self._tokens += event.tokens_since_last
                 self.version = max(self.version, event.version)
             case Generation():
-                self._lease.heard(now)
                 # It may call itself otherwise (`streamrl gen --name`); metrics and messages use the pool's name.
-                work.finished(fence, replace(event, instance=self.name), self.name)
+                self._weigh(work.finished(fence, replace(event, instance=self.name), self.name), now)
                 if self._link is not None:
                     self._link.acknowledge(event.sample_id, event.attempt)
             case Progress():
-                self._lease.heard(now)
-                work.progress(fence, event, self.name)
+                self._weigh(work.progress(fence, event, self.name), now)
             case Rejection(reason=RejectReason.ENGINE_FAILED):
                 raise InstanceLost(f"its engine failed: {event.message}")
             case Rejection():
+                self._lease.useless(now)
                 self._believe(event.reason)
                 work.rejected(fence, event, self.name)
             case _:
@@ -291,6 +311,20 @@ class Instance:
         self._note(now)
         self._changed.set()
         self._shared.pump()
+
+    def _weigh(self, verdict: Verdict, now: float) -> None:
+        """Only what moved a sample on is a sign that its engine works."""
+        if verdict is Verdict.ACCEPTED:
+            self._lease.heard(now)
+        else:
+            self._lease.useless(now)
+
+    def _most_tokens(self) -> int | None:
+        """More than it can make before an answer arrives: what was taken back from it may still run there too."""
+        longest = self._shared.work.longest(self.name)
+        if longest is None or self._info is None:
+            return None
+        return 2 * (self._info.slots + self._info.lookahead) * longest
 
     def _believe(self, reason: RejectReason) -> None:
         """Corrects what was thought of it, so that it is not asked the same again at once."""
@@ -309,7 +343,8 @@ class Instance:
                 self._lease.forgive(now - due)
             due = now + min(_TICK_S, self._settings.lease_s / 4)
             check_process(launched)
-            if reason := self._lease.verdict(now, self._shared.work.ledger.held_count(self.name)):
+            held = self._shared.work.ledger.held_count(self.name)
+            if reason := self._lease.verdict(now, held, self._most_tokens()):
                 raise InstanceLost(reason)
 
     async def _keep_updated(self, client: InstanceClient) -> None:
@@ -317,9 +352,14 @@ class Instance:
         while True:
             await self._published.wait()
             self._published.clear()
-            while self._shared.shelf.version > self.version:
+            while not self.tenure.leaving and self._lacks_current():
                 await self._update(client)
             self._shared.settled(UpdateReport(self.name, True, self.version))
+
+    def _lacks_current(self) -> bool:
+        """Whether the newest version must be pushed: also the one that it says it has, which is not checked yet."""
+        current = self._shared.shelf.version
+        return current > self.version or (current != NO_VERSION and not self._checked)
 
     async def _update(self, client: InstanceClient) -> None:
         shared = self._shared
@@ -342,6 +382,7 @@ class Instance:
             self._updating = False
             self._note(time.monotonic())
         self.version = max(self.version, report.version)
+        self._checked = self.tenure.served = True
         seconds = time.monotonic() - publication.published_s
         self._emit(EventKind.UPDATED, version=report.version, seconds=seconds)
         shared.settled(report)

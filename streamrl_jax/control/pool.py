@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from streamrl_jax.control.events import ControlEvent, EventKind, InstanceView
 from streamrl_jax.control.faults import ControlError
-from streamrl_jax.control.instance import Instance, Surroundings
+from streamrl_jax.control.instance import Instance
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Publication, Shelf
+from streamrl_jax.control.surroundings import Surroundings
 from streamrl_jax.control.work import Work
+from streamrl_jax.errors import UserError
+from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
 from streamrl_jax.types import Fence, UpdateReport
 
@@ -29,14 +33,18 @@ class _Rollout:
 class Pool:
     """The instances of a run. Lives on the controller's loop.
 
-    Call order: ``add`` each instance (also later, while the others work), ``pump`` after anything that may
-    give work to someone, ``publish`` for each version.
+    Call order: ``add`` each instance (also later, while the others work), ``drain`` those that are not needed any
+    more, ``pump`` after anything that may give work to someone, ``publish`` for each version.
+
+    Invariant: nothing waits for an instance that joins or leaves. A publication waits for those that can take it
+    now, and at the start of the run for those that it begins with; one that joins gets the current version before
+    its first sample.
 
     Args:
         fence: this life of the run.
         settings: bounds.
         launcher: starts instances, or knows where they are.
-        token: shared secret of the run.
+        access: token and TLS of the run.
         work: the open jobs.
         spawn: runs a coroutine on the loop; its exception ends the run.
         emit: takes events.
@@ -47,7 +55,7 @@ class Pool:
         fence: Fence,
         settings: ControlSettings,
         launcher: Launcher,
-        token: str,
+        access: net.Access,
         work: Work,
         spawn: Callable[..., object],
         emit: Callable[[ControlEvent], None],
@@ -62,15 +70,71 @@ class Pool:
         self._rollouts: list[_Rollout] = []
         self.shelf = Shelf()
         self._shared = Surroundings(
-            fence, settings, launcher, token, work, self.shelf, self.pump, emit, self._settled
+            fence, settings, launcher, access, work, self.shelf, self.pump, emit, self._settled
         )
 
-    def add(self, name: str) -> None:
-        """Starts an instance; it gets the current version and work as soon as it is up."""
+    def add(self, name: str, *, founding: bool = True) -> None:
+        """Starts an instance; it gets the current version and work as soon as it is up.
+
+        Args:
+            name: that the launcher knows.
+            founding: the run begins with it, and is not ready before it. One that comes later may fail: it is
+                reported gone, and the others go on.
+        """
         if name in self._instances:
             raise ValueError(f"instance {name} is in the pool already")
-        self._instances[name] = Instance(name, self._shared)
+        self._instances[name] = Instance(name, self._shared, founding=founding)
+        self._gone.pop(name, None)
+        if not founding:
+            self._emit(ControlEvent(EventKind.ADDED, name))
         self._spawn(self._keep(self._instances[name]), name=f"instance {name}")
+
+    def drain(self, name: str, *, at_once: bool = False) -> None:
+        """Lets an instance go: it gets nothing new, and leaves when what it holds is answered.
+
+        Asked again, it changes nothing, or makes the leaving one leave at once.
+
+        Args:
+            name: of the instance.
+            at_once: what it holds is handed out to the others instead.
+
+        Raises:
+            UserError: no such instance, or it is the last one.
+        """
+        instance = self._find(name)
+        if not any(other is not instance for other in self._staying()):
+            raise UserError(
+                f"{name} is the last instance of the run, which could not go on without it; add another one first "
+                "(streamrl pool add)"
+            )
+        self._let_go(instance, "it was drained at once" if at_once else "it was drained", at_once=at_once)
+
+    def dismiss(self, name: str, why: str) -> None:
+        """Takes an instance out at once, also the last one: it is known to be gone.
+
+        Args:
+            name: of an instance; nothing happens if it is not in the pool.
+            why: what is reported.
+        """
+        if (instance := self._instances.get(name)) is not None:
+            self._let_go(instance, why, at_once=True)
+
+    def _let_go(self, instance: Instance, why: str, *, at_once: bool) -> None:
+        instance.leave(why, at_once=at_once)
+        self.pump()
+
+    def _staying(self) -> list[Instance]:
+        return [instance for instance in self._instances.values() if not instance.tenure.leaving]
+
+    def _find(self, name: str) -> Instance:
+        if (instance := self._instances.get(name)) is not None:
+            return instance
+        near = difflib.get_close_matches(name, self._instances, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        left = f" It has left the pool: {self._gone[name]}." if name in self._gone else ""
+        raise UserError(
+            f"there is no instance {name!r} in the pool; {hint}It has {', '.join(self._instances) or 'none'}.{left}"
+        )
 
     def pump(self) -> None:
         """Hands out what waits to whoever has room."""
@@ -83,12 +147,19 @@ class Pool:
 
         Args:
             publication: the version.
-            done: gets one report per instance; one that is lost meanwhile reports so, and gets the
-                version (or a newer one) before its first sample.
+            done: gets one report per instance that can take it now (and of those that the run begins with); one
+                that is lost meanwhile, or drained, reports so. Whoever comes (back) later gets the version, or a newer
+                one, before its first sample.
         """
         for version in self.shelf.put(publication):
             self._emit(ControlEvent(EventKind.RELEASED, version=version))
-        self._rollouts.append(_Rollout(publication.version, set(self._instances), done))
+        waiting = {
+            instance.name for instance in self._staying() if instance.loaded or instance.tenure.awaited
+        }
+        if waiting:
+            self._rollouts.append(_Rollout(publication.version, waiting, done))
+        else:
+            done.set_result([])
         for instance in self._instances.values():
             instance.published()
 
@@ -97,18 +168,22 @@ class Pool:
         return tuple(instance.view() for instance in self._instances.values())
 
     def loaded(self) -> int:
-        """How many are loaded and connected."""
-        return sum(instance.loaded for instance in self._instances.values())
+        """How many are loaded and connected, and stay."""
+        return sum(instance.loaded for instance in self._staying())
+
+    def wanted(self) -> int:
+        """How many must be loaded for the run to begin: those that it begins with, as far as they stay."""
+        return sum(instance.tenure.founding for instance in self._staying())
 
     def serving(self, version: int) -> list[str]:
         """Those that serve exactly this version."""
-        return [i.name for i in self._instances.values() if i.loaded and i.version == version]
+        return [i.name for i in self._instances.values() if i.serves and i.version == version]
 
     def counts(self) -> dict[str, int]:
         """Restarts, and messages of another life that the streams dropped."""
         instances = self._instances.values()
         return {
-            "restarts": self._lost_restarts + sum(instance.restarts for instance in instances),
+            "restarts": self._lost_restarts + sum(i.tenure.restarts for i in instances),
             "other_fence_dropped": self._lost_drops + sum(i.other_fence_dropped for i in instances),
         }
 
@@ -134,7 +209,7 @@ class Pool:
     async def _keep(self, instance: Instance) -> None:
         why = await instance.run()
         del self._instances[instance.name]
-        self._lost_restarts += instance.restarts
+        self._lost_restarts += instance.tenure.restarts
         self._lost_drops += instance.other_fence_dropped
         self._gone[instance.name] = why
         self._emit(ControlEvent(EventKind.GONE, instance.name, why))

@@ -78,13 +78,13 @@ class InstanceClient:
 
     Args:
         address: ``host:port``.
-        token: shared secret of the run; empty: none.
+        access: token and TLS of the run.
     """
 
-    def __init__(self, address: str, token: str = "") -> None:
+    def __init__(self, address: str, access: net.Access = net.OPEN) -> None:
         self.address = address
-        self._metadata = net.bearer(token)
-        self._channel = grpc.aio.insecure_channel(address, options=net.CHANNEL_OPTIONS)
+        self._metadata = access.metadata
+        self._channel = net.open_channel(address, access)
         self._stub = rpc.StreamGenerationStub(self._channel)
 
     async def status(self, timeout_s: float = 5.0) -> tuple[InstanceStatus, InstanceInfo]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,46 +76,100 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_listen(address: str, *, insecure: bool, token: str) -> None:
+@dataclass(frozen=True)
+class Access:
+    """What a process of a run shows to those it calls, and asks of those who call it.
+
+    Whether a connection is encrypted follows from the address alone, so that both ends come to the same answer:
+    loopback is plain, everything else is TLS, unless ``everywhere`` asks for TLS on loopback too.
+
+    Attributes:
+        token: Shared secret; empty: none.
+        ca: PEM of the authority that signed the run's certificates; empty: no TLS.
+        certificate: PEM of this process's own certificate, for servers and, with ``mutual``, for clients.
+        key: PEM of its private key.
+        name: What the certificates of the run's servers are made out to; empty: the host that is called.
+        everywhere: TLS on loopback too.
+        mutual: Servers ask callers for a certificate of ``ca``.
+        insecure: ``security.insecure``, the consent to plain text beyond loopback.
+    """
+
+    token: str = field(default="", repr=False)
+    ca: bytes = field(default=b"", repr=False)
+    certificate: bytes = field(default=b"", repr=False)
+    key: bytes = field(default=b"", repr=False)
+    name: str = ""
+    everywhere: bool = False
+    mutual: bool = False
+    insecure: bool = False
+
+    @classmethod
+    def from_files(cls, token_file: str = "", *, insecure: bool = False) -> Access:
+        """Reads what the files hold.
+
+        Args:
+            token_file: With the shared secret; empty: none.
+            insecure: ``security.insecure``.
+
+        Raises:
+            UserError: a file cannot be read, or holds nothing usable.
+        """
+        return cls(read_token(token_file), insecure=insecure)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call: the token, if there is one."""
+        return bearer(self.token)
+
+    def encrypts(self, address: str) -> bool:
+        """Whether connections to and at ``host:port`` are TLS."""
+        return bool(self.ca) and (self.everywhere or not is_loopback(split_address(address)[0]))
+
+
+OPEN: Final = Access()
+"""Neither token nor TLS, on loopback."""
+
+
+def check_listen(address: str, access: Access) -> None:
     """Refuses to listen beyond loopback by accident.
 
     Args:
         address: ``host:port`` to bind.
-        insecure: ``security.insecure``, the explicit consent to plain text.
-        token: shared secret; empty: none.
+        access: its token, its TLS material and its consent count.
 
     Raises:
-        UserError: a host beyond loopback without consent, or without a token.
+        UserError: a host beyond loopback without TLS or consent, or without a token.
     """
     host, _ = split_address(address)
     if is_loopback(host):
         return
-    if not insecure:
+    if not access.encrypts(address) and not access.insecure:
         raise UserError(
             f"listening on {address} is reachable from other machines, in plain text; set "
             "security.insecure = true if the network is trusted, or listen on 127.0.0.1"
         )
-    if not token:
+    if not access.token:
         raise UserError(
             f"listening on {address} needs a token: set security.token_file to a file with a shared secret"
         )
 
 
-def check_call(address: str, *, insecure: bool) -> None:
+def check_call(address: str, access: Access) -> None:
     """Refuses to send token and samples to another machine in plain text by accident.
 
     Args:
         address: ``host:port`` to call.
-        insecure: ``security.insecure``.
+        access: its TLS material and its consent count.
 
     Raises:
-        UserError: a host beyond loopback without consent.
+        UserError: a host beyond loopback without TLS or consent.
     """
-    if not insecure and not is_loopback(split_address(address)[0]):
-        raise UserError(
-            f"gen.endpoints names {address}, which is another machine: token, samples and weights would travel in "
-            "plain text; set security.insecure = true if the network is trusted, or go through an ssh tunnel"
-        )
+    if access.insecure or access.encrypts(address) or is_loopback(split_address(address)[0]):
+        return
+    raise UserError(
+        f"gen.endpoints names {address}, which is another machine: token, samples and weights would travel in "
+        "plain text; set security.insecure = true if the network is trusted, or go through an ssh tunnel"
+    )
 
 
 def read_token(path: str) -> str:
@@ -188,20 +243,19 @@ def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     return make(_unauthenticated)
 
 
-def make_server(token: str) -> grpc.aio.Server:
+def make_server(access: Access) -> grpc.aio.Server:
     """A server with bounded messages that asks for the token, if there is one."""
-    interceptors = (TokenInterceptor(token),) if token else ()
+    interceptors = (TokenInterceptor(access.token),) if access.token else ()
     return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
 
 
-def bind(server: grpc.aio.Server, address: str, *, insecure: bool, token: str) -> str:
+def bind(server: grpc.aio.Server, address: str, access: Access) -> str:
     """Binds a server.
 
     Args:
         server: not yet started.
         address: ``host:port``; port 0 takes a free one.
-        insecure: consent to plain text beyond loopback.
-        token: shared secret that the server asks for.
+        access: what callers must show, and whether plain text is consented to.
 
     Returns:
         ``host:port`` with the port that was taken.
@@ -209,13 +263,58 @@ def bind(server: grpc.aio.Server, address: str, *, insecure: bool, token: str) -
     Raises:
         UserError: not permitted, or the address cannot be bound.
     """
-    check_listen(address, insecure=insecure, token=token)
+    check_listen(address, access)
     host, _ = split_address(address)
     try:
-        port = server.add_insecure_port(address)
+        if access.encrypts(address):
+            port = server.add_secure_port(address, _server_credentials(access))
+        else:
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise UserError(
             f"cannot listen on {address}: the port is in use, or the address is not one of this machine. "
             "Choose another port (0 takes a free one), or end what holds it"
         ) from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_channel(address: str, access: Access) -> grpc.aio.Channel:
+    """A channel to a server of the run, for an event loop. Calls take ``metadata=access.metadata``.
+
+    Args:
+        address: ``host:port``.
+        access: what the server asks for.
+
+    Raises:
+        UserError: another machine, without TLS or consent.
+    """
+    check_call(address, access)
+    if not access.encrypts(address):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, _channel_credentials(access), options=_secure_options(access))
+
+
+def open_blocking_channel(address: str, access: Access) -> grpc.Channel:
+    """The same for calls that block their thread."""
+    check_call(address, access)
+    if not access.encrypts(address):
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, _channel_credentials(access), options=_secure_options(access))
+
+
+def _server_credentials(access: Access) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(access.key, access.certificate)],
+        root_certificates=access.ca if access.mutual else None,
+        require_client_auth=access.mutual,
+    )
+
+
+def _channel_credentials(access: Access) -> grpc.ChannelCredentials:
+    shown = (access.key, access.certificate) if access.certificate else (None, None)
+    return grpc.ssl_channel_credentials(access.ca, *shown)
+
+
+def _secure_options(access: Access) -> tuple[tuple[str, str | int], ...]:
+    named = (("grpc.ssl_target_name_override", access.name),) if access.name else ()
+    return (*CHANNEL_OPTIONS, *named)

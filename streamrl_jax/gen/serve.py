@@ -45,15 +45,15 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
     Raises:
         UserError: the address cannot be bound, or the token not be read.
     """
-    token = net.read_token(spec.token_file)
+    access = net.Access.from_files(spec.token_file, insecure=spec.insecure)
     scratch = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     sweep(scratch)
     identity = Identity(spec.name, spec.lookahead, host_id(), fence=spec.fence)
-    service = GenerationService(engine, identity, partial(pull, token=token, directories=scratch))
-    server = net.make_server(token)
+    service = GenerationService(engine, identity, partial(pull, access=access, directories=scratch))
+    server = net.make_server(access)
     rpc.add_StreamGenerationServicer_to_server(service, server)
     add_health(server, lambda: service.serving)
-    address = net.bind(server, spec.listen, insecure=spec.insecure, token=token)
+    address = net.bind(server, spec.listen, access)
     told = _told_to_end()
     await server.start()
     log.info("%s answers at %s", spec.name, address)

@@ -66,7 +66,7 @@ def make_launcher(
     if not cfg.gen.endpoints:
         return local
     for address in cfg.gen.endpoints:
-        net.check_call(address, insecure=cfg.security.insecure)
+        net.check_call(address, net.Access(insecure=cfg.security.insecure))
     return JoinedLauncher([local, StaticLauncher(endpoint_names(cfg.gen.endpoints))])
 
 
@@ -116,8 +116,8 @@ def open_generation(
         UserError: ``bridge.listen`` cannot be bound; no process was started.
     """
     token_file = run_token_file(cfg, home)
-    token = net.read_token(str(token_file))
-    with _open_store(cfg, home, token) as store:
+    access = net.Access.from_files(str(token_file), insecure=cfg.security.insecure)
+    with _open_store(cfg, home, access) as store:
         launcher = make_launcher(cfg, home, inputs, split, token_file)
         controller = Controller(
             ControlSettings.of(cfg),
@@ -126,17 +126,17 @@ def open_generation(
             inputs.reward,
             inputs.tokenizer.decode,
             display.event,
-            token=token,
+            access=access,
         )
         with _running(controller, display):
             yield GenerationSide(controller, store)
 
 
 @contextlib.contextmanager
-def _open_store(cfg: Config, home: RunDir, token: str) -> Iterator[Store]:
+def _open_store(cfg: Config, home: RunDir, access: net.Access) -> Iterator[Store]:
     store = Store()
     service = WeightStore(lambda: home.fence, lambda: store.versions())
-    with StoreServer(service, cfg.bridge.listen, token=token, insecure=cfg.security.insecure) as server:
+    with StoreServer(service, cfg.bridge.listen, access) as server:
         store.address = advertised(server.address, cfg.bridge.advertise)
         yield store
 

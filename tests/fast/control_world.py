@@ -152,7 +152,7 @@ class World:
     engine: Callable[[str, int], FakeEngine] = lambda name, life: FakeEngine()
     faults: Callable[[str, int], dict[str, Any]] = lambda name, life: {}
     managed: bool = True
-    token: str = ""
+    access: net.Access = net.OPEN
     lives: dict[str, list[Process]] = field(default_factory=dict)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -178,9 +178,9 @@ class World:
         engine = self.engine(name, life)
         service = GenerationService(engine, Identity(name, 2, host_id()))
         faults = FaultyStream(service, **self.faults(name, life))
-        server = net.make_server(self.token)
+        server = net.make_server(self.access)
         rpc.add_StreamGenerationServicer_to_server(faults, server)
-        bound = net.bind(server, address, insecure=False, token=self.token)
+        bound = net.bind(server, address, self.access)
         await server.start()
 
         async def run() -> None:
@@ -235,11 +235,11 @@ def running(
     reward: RewardFn = reward_by_length,
     version: int | None = 0,
     fence: Fence = FENCE,
-    token: str = "",
+    access: net.Access = net.OPEN,
 ) -> Iterator[Run]:
     """A started controller with ``version`` on all instances; everything is ended afterwards."""
     events: list[ControlEvent] = []
-    controller = Controller(settings, fence, world, reward, decode, events.append, token)
+    controller = Controller(settings, fence, world, reward, decode, events.append, access)
     run = Run(world, controller, events)
     try:
         controller.start()

@@ -63,18 +63,20 @@ def landing(tmp_path: Path) -> Path:
 def address(ready: Ready) -> Iterator[str]:
     """A store that serves ``ready``."""
     store = WeightStore(lambda: FENCE, lambda: {5: ready})
-    with StoreServer(store, "127.0.0.1:0", token=TOKEN) as server:
+    with StoreServer(store, "127.0.0.1:0", net.Access(TOKEN)) as server:
         yield server.address
 
 
 def _pull(
     address: str, manifest: Manifest, landing: Path, timeout_s: float = 20.0, token: str = TOKEN
 ) -> Path:
-    return asyncio.run(pull(address, manifest, timeout_s, token=token, directories=[landing], patience=QUICK))
+    return asyncio.run(
+        pull(address, manifest, timeout_s, access=net.Access(token), directories=[landing], patience=QUICK)
+    )
 
 
 def test_a_version_is_pulled_whole(ready: Ready, address: str, landing: Path) -> None:
-    manifest = asyncio.run(fetch_manifest(address, FENCE, 5, token=TOKEN, timeout_s=10))
+    manifest = asyncio.run(fetch_manifest(address, FENCE, 5, access=net.Access(TOKEN), timeout_s=10))
     assert manifest == ready.manifest
     path = _pull(address, manifest, landing)
     assert path.read_bytes() == ready.path.read_bytes()
@@ -147,7 +149,7 @@ def test_bytes_of_another_version_are_named_and_not_kept(ready: Ready, address: 
 
 def test_a_store_that_is_gone_is_given_up_within_the_bound(ready: Ready, landing: Path) -> None:
     store = WeightStore(lambda: FENCE, lambda: {5: ready})
-    with StoreServer(store, "127.0.0.1:0", token=TOKEN) as server:
+    with StoreServer(store, "127.0.0.1:0", net.Access(TOKEN)) as server:
         address = server.address
     with pytest.raises(
         PullError, match=r"3 streams in a row brought nothing, 0 of 5536 bytes came.*UNAVAILABLE"
@@ -186,7 +188,9 @@ async def _pull_from(faulty: FaultyStore, manifest: Manifest, landing: Path, tim
     await server.start()
     try:
         address = f"127.0.0.1:{port}"
-        return await pull(address, manifest, timeout_s, token="", directories=[landing], patience=QUICK)
+        return await pull(
+            address, manifest, timeout_s, access=net.OPEN, directories=[landing], patience=QUICK
+        )
     finally:
         await server.stop(grace=None)
 
@@ -281,8 +285,12 @@ def test_a_version_is_sent_to_its_end_when_it_is_removed_meanwhile(ready: Ready,
 
 def test_several_pull_at_once(ready: Ready, address: str, landing: Path) -> None:
     async def all_of_them() -> tuple[Path, Path]:
-        one = pull(address, ready.manifest, 20.0, token=TOKEN, directories=[landing], patience=QUICK)
-        two = pull(address, ready.manifest, 20.0, token=TOKEN, directories=[landing], patience=QUICK)
+        one = pull(
+            address, ready.manifest, 20.0, access=net.Access(TOKEN), directories=[landing], patience=QUICK
+        )
+        two = pull(
+            address, ready.manifest, 20.0, access=net.Access(TOKEN), directories=[landing], patience=QUICK
+        )
         return await asyncio.gather(one, two)
 
     paths = asyncio.run(all_of_them())
@@ -293,7 +301,7 @@ def test_several_pull_at_once(ready: Ready, address: str, landing: Path) -> None
 def test_a_server_that_cannot_start_leaves_no_thread(ready: Ready, address: str) -> None:
     store = WeightStore(lambda: FENCE, lambda: {5: ready})
     with pytest.raises(UserError, match=f"cannot listen on {address}"):
-        StoreServer(store, address, token=TOKEN).start()
+        StoreServer(store, address, net.Access(TOKEN)).start()
     with pytest.raises(UserError, match=r"security\.insecure"):
-        StoreServer(store, "0.0.0.0:0", token=TOKEN).start()
+        StoreServer(store, "0.0.0.0:0", net.Access(TOKEN)).start()
     assert [thread.name for thread in threading.enumerate()].count("weight-store") == 1  # the one that serves

@@ -17,6 +17,7 @@ from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.faults import ControlError, RewardError
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen import net
 from streamrl_jax.gen.client import InstanceClient
 from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import Fence, Generation, Prompt, Sample, expand_runs
@@ -333,9 +334,9 @@ def test_what_an_earlier_life_left_on_an_endpoint_is_not_taken() -> None:
 
 
 def test_wrong_token_is_the_users_to_mend() -> None:
-    world = World(("a",), slow, token="right")
+    world = World(("a",), slow, access=net.Access("right"))
     with (
-        running(world, version=None, token="wrong") as run,
+        running(world, version=None, access=net.Access("wrong")) as run,
         pytest.raises(UserError, match=r"instance a: .*security.token_file"),
     ):
         run.controller.wait_ready(5)

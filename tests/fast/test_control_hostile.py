@@ -89,7 +89,7 @@ class Hostile:
         self.streams = 0
 
     async def start(self) -> str:
-        self.server = net.make_server("")
+        self.server = net.make_server(net.OPEN)
         handlers = {
             "GetStatus": grpc.unary_unary_rpc_method_handler(self._get_status),
             "UpdateWeights": grpc.unary_unary_rpc_method_handler(self._get_status),
@@ -99,7 +99,7 @@ class Hostile:
         }
         name = "streamrl.v1.StreamGeneration"
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-        address = net.bind(self.server, "127.0.0.1:0", insecure=False, token="")
+        address = net.bind(self.server, "127.0.0.1:0", net.OPEN)
         await self.server.start()
         return address
 

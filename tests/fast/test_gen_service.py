@@ -88,10 +88,11 @@ async def serving(
 ) -> AsyncIterator[tuple[GenerationService, str]]:
     """A running service and its address."""
     service = GenerationService(engine, Identity("instance-0", 2, "host", fence=fence), fetch)
-    server = net.make_server(token)
+    access = net.Access(token)
+    server = net.make_server(access)
     add_health(server, lambda: service.serving)
     rpc.add_StreamGenerationServicer_to_server(wrap(service), server)
-    address = net.bind(server, "127.0.0.1:0", insecure=False, token=token)
+    address = net.bind(server, "127.0.0.1:0", access)
     await server.start()
     life = asyncio.create_task(service.run())
     try:
@@ -110,7 +111,7 @@ async def stream_to(
     address: str, hello: Hello = HELLO, token: str = ""
 ) -> AsyncIterator[tuple[InstanceClient, InstanceStream]]:
     """A client with an open stream."""
-    client = InstanceClient(address, token)
+    client = InstanceClient(address, net.Access(token))
     try:
         yield client, await client.open(hello)
     finally:
@@ -610,7 +611,7 @@ def test_every_call_needs_the_token() -> None:
     async def scenario() -> None:
         async with serving(FakeEngine(), token="secret") as (_, address):
             for wrong in ("", "secre", "secret2"):
-                client = InstanceClient(address, wrong)
+                client = InstanceClient(address, net.Access(wrong))
                 calls: list[Coroutine[Any, Any, Any]] = [
                     client.status(),
                     client.open(Hello(FENCE)),
@@ -637,7 +638,7 @@ def test_health_needs_no_token_and_follows_the_state() -> None:
                 while service.status.state is InstanceState.LOADING:
                     await asyncio.sleep(0.01)
                 assert await check(b"") == b"\x08\x01"
-            client = InstanceClient(address, "secret")
+            client = InstanceClient(address, net.Access("secret"))
             await client.drain(FENCE)
             await client.close()
             assert not service.serving
@@ -678,6 +679,7 @@ def test_an_instance_elsewhere_fetches_from_the_store(tmp_path: Path, token: str
     stored = tmp_path / "blob.bin"
     stored.write_bytes(blob)
     seen: list[bytes] = []
+    access = net.Access(token)
 
     class Reading(FakeEngine):
         async def update_weights(self, manifest: Manifest, blob: Path, **bounds: Any) -> UpdateReport:
@@ -687,14 +689,14 @@ def test_an_instance_elsewhere_fetches_from_the_store(tmp_path: Path, token: str
     async def scenario() -> None:
         fetched = tmp_path / "fetched"
         fetched.mkdir()
-        fetch = functools.partial(pull, token=token, directories=(fetched,))
+        fetch = functools.partial(pull, access=access, directories=(fetched,))
         held = {0: Held(blob_manifest, stored)}
-        store = net.make_server(token)
+        store = net.make_server(access)
         rpc.add_WeightStoreServicer_to_server(WeightStore(lambda: FENCE, lambda: held), store)
-        source = WeightSource(address=net.bind(store, "127.0.0.1:0", insecure=False, token=token))
+        source = WeightSource(address=net.bind(store, "127.0.0.1:0", access))
         await store.start()
         async with serving(Reading(), token=token, fetch=fetch) as (_, instance):
-            client = InstanceClient(instance, token)
+            client = InstanceClient(instance, access)
             report = await client.update(blob_manifest, source, in_flight=False, timeout_s=10)
             assert report.accepted, report.reason
             missing = replace(blob_manifest, version=1)
@@ -723,12 +725,12 @@ def test_a_stream_without_hello_is_refused() -> None:
 
 def test_nothing_listens_beyond_loopback_by_accident(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"0\.0\.0\.0:0.*security\.insecure"):
-        net.check_listen("0.0.0.0:0", insecure=False, token="t")
+        net.check_listen("0.0.0.0:0", net.Access("t"))
     with pytest.raises(UserError, match=r"token_file"):
-        net.check_listen("10.0.0.1:5", insecure=True, token="")
-    net.check_listen("10.0.0.1:5", insecure=True, token="t")
+        net.check_listen("10.0.0.1:5", net.Access(insecure=True))
+    net.check_listen("10.0.0.1:5", net.Access("t", insecure=True))
     for loopback in ("127.0.0.1:0", "localhost:0", "[::1]:0", "127.8.8.8:1"):
-        net.check_listen(loopback, insecure=False, token="")
+        net.check_listen(loopback, net.OPEN)
     for bad in ("", "localhost", ":5", "host:port", "host:70000"):
         with pytest.raises(UserError, match="HOST:PORT"):
             net.split_address(bad)
@@ -749,19 +751,19 @@ def test_nothing_listens_beyond_loopback_by_accident(tmp_path: Path) -> None:
     ],
 )
 def test_no_other_machine_is_called_in_plain_text_by_accident(address: str, reason: str) -> None:
-    net.check_call(address, insecure=True)
+    net.check_call(address, net.Access(insecure=True))
     if not reason:
-        net.check_call(address, insecure=False)
+        net.check_call(address, net.OPEN)
         return
     with pytest.raises(UserError, match=rf"gen.endpoints names {address}.*{reason}.*security.insecure"):
-        net.check_call(address, insecure=False)
+        net.check_call(address, net.OPEN)
 
 
 def test_a_port_in_use_is_an_error_that_names_it() -> None:
     async def scenario() -> None:
         async with serving(FakeEngine()) as (_, address):
-            other = net.make_server("")
+            other = net.make_server(net.OPEN)
             with pytest.raises(UserError, match=address):
-                net.bind(other, address, insecure=False, token="")
+                net.bind(other, address, net.OPEN)
 
     run(scenario)
