@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +90,77 @@ def test_admission(queued: list[Waiting], rooms: list[Room]) -> None:
                 assert blocked, f"{one} could have gone to {room}"
     assert queue.take([Room("all", 99, 1000, 0), Room("a", 99, 99, 0), Room("b", 99, 99, 0)]) is not None
     assert len(queue) == 0
+
+
+@given(waitings, rooms, st.data())
+def test_the_emptiest_is_found_as_by_looking_at_all(
+    queued: list[Waiting], rooms: list[Room], data: st.DataObject
+) -> None:
+    """The queue's own way to the emptiest instance places every sample as `place_with_group` does."""
+    quick, plain = HeldQueue(), HeldQueue(place_with_group)
+    for one in queued:
+        front = data.draw(st.booleans())
+        quick.push(one, front)
+        plain.push(one, front)
+    for _ in range(2):
+        assert quick.take(rooms) == plain.take(rooms)
+        assert len(quick) == len(plain)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=4), rooms, st.data())
+def test_what_is_drawn_as_needed_leaves_as_what_lies_there(
+    jobs: list[list[int]], rooms: list[Room], data: st.DataObject
+) -> None:
+    """Samples that are added as an iterator leave as if all had been pushed, and at most one of each is drawn ahead."""
+    lazy, plain = HeldQueue(), HeldQueue()
+    drawn = Counter[int]()
+
+    def draws(number: int, ones: list[Waiting]) -> Iterator[Waiting]:
+        for one in ones:
+            drawn[number] += 1
+            yield one
+
+    for number, orders in enumerate(jobs):
+        version, pinned = data.draw(st.integers(0, 3)), data.draw(st.sampled_from(["", "a"]))
+        ones = [
+            waiting(f"{number}/{place}", version, 100 * order + number, pinned, f"{number}/{order}")
+            for place, order in enumerate(sorted(orders))
+        ]
+        lazy.add("", draws(number, ones), len(ones))
+        for one in ones:
+            plain.push(one)
+    size = len(plain)
+    assert len(lazy) == size
+    placed = lazy.take(rooms)
+    assert placed == plain.take(rooms)
+    assert len(lazy) == size - len(placed)
+    assert lazy.pinned("a", 2) == plain.pinned("a", 2)
+    assert drawn.total() <= len(placed) + len(jobs)
+    assert {one.sample_id for one in lazy.drop_pinned("a")} == {
+        one.sample_id for one in plain.drop_pinned("a")
+    }
+
+
+def test_what_is_held_back_does_not_block_what_is_behind() -> None:
+    queue = HeldQueue()
+    queue.add("later", iter([waiting("l/0", order=0), waiting("l/1", order=0)]), 2)
+    queue.add("now", iter([waiting("n/0", order=1), waiting("n/1", order=1)]), 2)
+    queue.push(waiting("lost", order=9), front=True)
+    placed = queue.take([Room("a", 0, 9, 0)], lambda way: way == "now")
+    assert [p.waiting.sample_id for p in placed] == ["lost", "n/0", "n/1"]
+    assert [p.waiting.sample_id for p in queue.take([Room("a", 0, 9, 0)])] == ["l/0", "l/1"]
+    assert len(queue) == 0 and queue.oldest_version() is None
+
+
+@pytest.mark.parametrize("instances", [8, 1000])
+def test_offering_one_instance_does_not_look_at_the_others(instances: int) -> None:
+    """An instance whose room has changed is offered alone: as many samples leave as when all are offered."""
+    queue = HeldQueue()
+    queue.add("", (waiting(str(number)) for number in range(10_000)), 10_000)
+    rooms = [Room(f"i{number}", 0, 4, 0) for number in range(instances)]
+    assert len(queue.take(rooms)) == 4 * instances
+    assert queue.take([replace(room, held=4) for room in rooms]) == []
+    assert [p.instance for p in queue.take([Room("i3", 0, 4, 3)])] == ["i3"]
 
 
 @given(st.lists(st.integers(-3, 3), max_size=20), st.integers(1, 9))
