@@ -48,4 +48,6 @@ class ControlSettings:
     @property
     def lease(self) -> LeaseBounds:
         """The bounds of an instance's lease."""
-        return LeaseBounds(self.lease_s, self.update_timeout_s, self.start_timeout_s)
+        return LeaseBounds(
+            self.lease_s, self.update_timeout_s, self.start_timeout_s, self.heartbeat_interval_s
+        )

@@ -203,6 +203,11 @@ class Work:
         held = sum(self._open[sample_id].job.probe for sample_id in self.ledger.held(instance))
         return held + self.queue.pinned(instance, version)
 
+    def longest(self, instance: str) -> int | None:
+        """Tokens of the longest answer that was asked of what the instance holds; None: it holds nothing."""
+        held = self.ledger.held(instance)
+        return max((self._open[sample_id].job.sampling.longest for sample_id in held), default=None)
+
     def sizes(self) -> dict[str, int]:
         """Entries held in memory, by kind; all 0 when every job is done."""
         return {
@@ -251,9 +256,8 @@ class Work:
             )
         opened = self._open[sample_id]
         if resumable(self._partials.get(sample_id), opened.job.min_version) is None:
-            self._partials.pop(
-                sample_id, None
-            )  # also so that the next attempt's tokens are not appended to it
+            # Also so that the tokens of the next attempt are not appended to it.
+            self._partials.pop(sample_id, None)
         self.queue.push(_waiting(opened.job, opened.member), front=True)
 
     def _check_length(self, generation: Generation) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl_jax.control.events import Activity
 from streamrl_jax.control.lease import Lease, LeaseBounds
@@ -91,6 +93,86 @@ def test_own_absence_is_forgiven() -> None:
     lease.forgive(60)
     assert lease.verdict(84, held=1) == ""
     assert lease.verdict(86, held=1) != ""
+
+
+# ---------------------------------------------------------------- what an instance claims
+
+
+def test_an_instance_that_changes_its_state_all_the_time_is_noticed() -> None:
+    """Each state has its bound; going from one to another starts none of them anew for ever."""
+    idle = [(float(t), beat((InstanceState.IDLE, InstanceState.GENERATING)[t % 2])) for t in range(1, 31)]
+    assert lived(idle).verdict(20, held=2) == ""
+    assert "no token for its 2 samples for 21.0 s" in lived(idle).verdict(22, held=2)
+    updating = [
+        (float(t), beat((InstanceState.UPDATING, InstanceState.PAUSED)[t % 2])) for t in range(1, 150)
+    ]
+    assert lived(updating).verdict(139, held=2) == ""
+    assert "whatever state it claimed" in lived(updating).verdict(141, held=2)
+    between = [
+        (float(t), beat((InstanceState.UPDATING, InstanceState.IDLE)[t // 15 % 2])) for t in range(1, 150)
+    ]
+    assert "bridge.update_timeout_s + 2 gen.lease_s = 140" in lived(between).verdict(141, held=2)
+
+
+def test_after_an_update_the_engine_gets_the_whole_lease_for_its_next_token() -> None:
+    states = [
+        (5, beat(InstanceState.GENERATING, 4)),
+        (6, beat(InstanceState.UPDATING)),
+        (90, beat(InstanceState.GENERATING)),
+    ]
+    assert lived([*states, (109, beat(InstanceState.GENERATING))]).verdict(109, held=3) == ""
+    assert "no token" in lived([*states, (111, beat(InstanceState.GENERATING))]).verdict(111, held=3)
+
+
+def test_tokens_that_are_reported_and_never_arrive() -> None:
+    lease = lived([(float(t), beat(InstanceState.GENERATING, tokens=100)) for t in range(1, 51)])
+    assert lease.verdict(50, held=4, most_tokens=5000) == ""
+    lease.observe(beat(InstanceState.GENERATING, tokens=1), 51)
+    assert "reports 5001 tokens for its 4 samples, and nothing arrived" in lease.verdict(
+        51, 4, most_tokens=5000
+    )
+    lease.heard(51)
+    assert lease.verdict(51, held=4, most_tokens=5000) == ""
+
+
+def test_answers_that_have_to_be_dropped_prove_no_engine() -> None:
+    lease = lived([(1, beat(InstanceState.GENERATING, tokens=1))])
+    for second in range(2, 23):
+        lease.useless(float(second))
+    assert "no token for its 3 samples for 21.0 s" in lease.verdict(22, held=3)
+
+
+def test_one_that_loads_again_is_another_process() -> None:
+    lease = lived([(1, beat(InstanceState.LOADING)), (2, beat(InstanceState.IDLE))])
+    assert lease.verdict(2, held=0) == ""
+    lease.observe(beat(InstanceState.LOADING), 3)
+    assert "loading again" in lease.verdict(3, held=0)
+
+
+def test_a_flood_is_told_from_what_gathered_while_this_process_was_stopped() -> None:
+    hour = lived([(3600.0, beat(InstanceState.IDLE)) for _ in range(3600)])
+    assert hour.verdict(3600, held=0) == ""
+    quick = lived([(t / 15, beat(InstanceState.IDLE)) for t in range(1, 150_000)])
+    assert quick.verdict(10_000, held=0) == "", "15 a second are odd, and cost nothing"
+    flood = lived([(t / 1000, beat(InstanceState.IDLE)) for t in range(1, 10_500)])
+    assert "it floods" in flood.verdict(10.5, held=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(InstanceState)), st.floats(0.1, 10)), min_size=1, max_size=60))
+def test_whatever_it_claims_one_that_makes_nothing_is_found_dead(
+    moves: list[tuple[InstanceState, float]],
+) -> None:
+    """The invariant of `Lease`: any states at any times, no token, work of ours."""
+    lease, now = Lease(BOUNDS, now=0.0), 0.0
+    lease.observe(beat(InstanceState.IDLE), 0.0)
+    lease.worked(0.0)
+    while now < BOUNDS.update_timeout_s + 2 * BOUNDS.lease_s + 20:
+        for state, pause in moves:
+            now += pause
+            lease.observe(beat(state), now)
+            if lease.verdict(now, held=1):
+                return
+    raise AssertionError(f"after {now} s it was still taken for alive")
 
 
 def publication(version: int, released: list[int]) -> Publication:
