@@ -16,7 +16,8 @@ class EventKind(StrEnum):
     READY = "ready"  # an instance is loaded and connected
     LOST = "lost"  # an instance is taken for dead: text says why
     RESTART = "restart"  # it is started anew: count says which restart this is
-    GONE = "gone"  # an endpoint is given up
+    ADDED = "added"  # an instance joins the run while it goes on
+    GONE = "gone"  # an instance has left the pool: text says why (it was drained, or given up)
     RECONNECTED = "reconnected"  # the stream broke, the instance lives
     REDISPATCH = "redispatch"  # count samples were taken back from an instance
     UPDATED = "updated"  # an instance serves a new version, seconds after it was published
@@ -59,6 +60,7 @@ class InstanceView:
     tokens: int  # since the start of the run
     restarts: int
     seconds: Mapping[Activity, float] = field(default_factory=dict)  # spent so far, by activity
+    slots: int = 0  # answers that it runs at once; 0: not known yet
 
     @property
     def idle_ratio(self) -> float:
