@@ -251,13 +251,52 @@ def _gen_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="shared secret; default: security.token_file"
     )
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="certificate authority (PEM); default: security.ca_file"
+    )
+    parser.add_argument(
+        "--cert", type=Path, metavar="FILE", help="certificate of this side; default: security.cert_file"
+    )
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="its private key; default: security.key_file"
+    )
     parser.add_argument("--name", default="", help="name of the instance; default: host name and port")
 
 
 def _gen(arguments: Namespace) -> int:
     from streamrl_jax.setup.instances import serve_standalone
+    from streamrl_jax.setup.security import standalone_access
 
-    serve_standalone(_load(arguments), arguments.listen, arguments.token_file, arguments.name)
+    config = _load(arguments)
+    access = standalone_access(
+        config.security,
+        arguments.listen,
+        token=arguments.token_file,
+        ca=arguments.ca,
+        certificate=arguments.cert,
+        key=arguments.key,
+    )
+    serve_standalone(config, arguments.listen, access, arguments.name)
+
+
+def _certs_options(parser: ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the files go")
+    parser.add_argument("--name", default="streamrl", help="what the certificate is made out to")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a host that is named in it too; repeatable",
+    )
+    parser.add_argument("--days", type=float, default=90.0, metavar="N", help="days that it is valid (90)")
+
+
+def _certs(arguments: Namespace) -> int:
+    from streamrl_jax.commands.certs import make_certs
+
+    print(make_certs(arguments.directory, arguments.name, arguments.host, arguments.days))
+    return 0
 
 
 def _sft_options(parser: ArgumentParser) -> None:
@@ -373,6 +412,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "the main job: RL, with local generation instances or endpoints", _train_options, _train, "CONFIG"
     ),
     "gen": Command("one generation instance, for another host", _gen_options, _gen, "CONFIG"),
+    "certs": Command("certificates and a token for a run on several hosts", _certs_options, _certs),
     "sft": Command("a supervised warm start", _sft_options, _sft, "CONFIG"),
     "eval": Command(
         "accuracy and pass@k of a checkpoint on held-out prompts", _eval_options, _eval, "CONFIG"

@@ -148,7 +148,7 @@ class GenSection(Section):
     max_restarts: int = Field(default=5, ge=0)
     """Restarts per instance before the run stops with its name."""
     listen: str = "127.0.0.1"
-    """Address that instances bind; anything but loopback needs ``security.insecure`` and a token."""
+    """Address that instances bind; anything but loopback needs TLS (``security``) and a token."""
 
 
 class RewardSection(Section):
@@ -245,10 +245,22 @@ class AgreementSection(Section):
 class SecuritySection(Section):
     """Who may talk to whom."""
 
+    tls: Literal["auto", "on", "off"] = "auto"
+    """``auto``: loopback is plain text, everything else TLS (unless ``insecure``); ``on``: TLS on loopback too;
+    ``off``: never."""
+    mutual_tls: bool = False
+    """Servers ask whoever calls for a certificate of ``ca_file`` too, beside the token."""
     insecure: bool = False
-    """Permits plain text beyond loopback. A token is still needed."""
+    """Permits plain text beyond loopback, and makes ``auto`` use it. A token is still needed."""
     token_file: str = ""
     """Shared secret of a run and its instances; empty: made per run."""
+    ca_file: str = ""
+    """Certificates (PEM) of the authorities that peers' certificates are checked against; empty: an authority made for
+    the run, in its directory under ``tls/``. ``streamrl certs`` makes the three files before a run."""
+    cert_file: str = ""
+    """This side's certificate (PEM), for servers, and for clients with ``mutual_tls``; given with ``ca_file``."""
+    key_file: str = ""
+    """Its private key (PEM, no password)."""
 
 
 class SftSection(Section):

@@ -34,6 +34,9 @@ _PATH_KEYS: Final = (
     "data.test",
     "sft.data",
     "security.token_file",
+    "security.ca_file",
+    "security.cert_file",
+    "security.key_file",
     "gen.python",
     "trainer.compilation_cache",
 )

@@ -14,6 +14,7 @@ import grpc
 from streamrl_jax.bridge.blob import BlobWriter, open_blob
 from streamrl_jax.bridge.manifest import check, summarise
 from streamrl_jax.gen import codec, net
+from streamrl_jax.gen.handshake import refusal
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.types import Fence, Manifest
@@ -128,7 +129,8 @@ class _Transfer:
     def __init__(self, manifest: Manifest, writer: BlobWriter, access: net.Access) -> None:
         self.held = 0
         self.total = manifest.total_bytes
-        self._manifest, self._writer, self._access = manifest, writer, access
+        self.access = access
+        self._manifest, self._writer = manifest, writer
 
     async def advance(self, address: str, stall_s: float) -> None:
         """Opens a stream at ``held`` and writes what it brings until it ends.
@@ -141,8 +143,8 @@ class _Transfer:
         request = pb.FetchRequest(
             fence=codec.fence_to_proto(self._manifest.fence), version=self._manifest.version, offset=self.held
         )
-        async with net.open_channel(address, self._access) as channel:
-            stream = rpc.WeightStoreStub(channel).Fetch(request, metadata=self._access.metadata)
+        async with net.open_channel(address, self.access) as channel:
+            stream = rpc.WeightStoreStub(channel).Fetch(request, metadata=self.access.metadata)
             async with asyncio.timeout(stall_s) as bound:
                 async for chunk in stream:
                     bound.reschedule(asyncio.get_running_loop().time() + stall_s)
@@ -172,6 +174,8 @@ async def _until_whole(transfer: _Transfer, address: str, patience: Patience) ->
             if error.code() in _FINAL:
                 raise
             reason = _told(error)
+            if not transfer.held and (unfit := await refusal(address, transfer.access)):
+                raise PullError(f"{address}: {unfit}") from error
         if transfer.held == transfer.total:
             return
         fruitless = 0 if transfer.held > before else fruitless + 1

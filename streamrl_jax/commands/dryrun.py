@@ -30,6 +30,7 @@ from streamrl_jax.setup.devices import DeviceSplit, Machine, look_around, split_
 from streamrl_jax.setup.inputs import check_body, check_experts, load_advantage, load_loss
 from streamrl_jax.setup.instances import engine_options
 from streamrl_jax.setup.model_source import looks_like_hub_id
+from streamrl_jax.setup.security import check_files
 from streamrl_jax.tasks import TASK_PREFIX, load_task
 from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
@@ -246,6 +247,5 @@ def _check_files(config: Config) -> list[str]:
     faults: list[str] = []
     if config.gen.python and shutil.which(config.gen.python) is None:
         faults.append(f"gen.python = {config.gen.python!r} is no command; name the generator's interpreter")
-    if config.security.token_file and not Path(config.security.token_file).is_file():
-        faults.append(f"security.token_file = {config.security.token_file!r}: there is no such file")
+    _collect(faults, lambda: check_files(config.security))
     return faults

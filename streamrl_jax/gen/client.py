@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import grpc
 
 from streamrl_jax.gen import codec, net
+from streamrl_jax.gen.handshake import refusal
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.types import (
@@ -83,7 +84,9 @@ class InstanceClient:
 
     def __init__(self, address: str, access: net.Access = net.OPEN) -> None:
         self.address = address
+        self._access = access
         self._metadata = access.metadata
+        self._reached = False
         self._channel = net.open_channel(address, access)
         self._stub = rpc.StreamGenerationStub(self._channel)
 
@@ -179,11 +182,14 @@ class InstanceClient:
             raise InstanceError(self.address, "Generate", code, f"no Welcome within {timeout_s} s") from None
         except InstanceError as error:
             await stream.close()
+            if error.code is grpc.StatusCode.UNAVAILABLE:
+                await self._check_tls("Generate")
             if error.code is grpc.StatusCode.INTERNAL:
                 # Refused while the Hello was still being written, grpc.aio forgets the reason. A plain call is refused
                 # for the same one.
                 await self.status()
             raise
+        self._reached = True
         return stream
 
     async def close(self) -> None:
@@ -195,11 +201,23 @@ class InstanceClient:
             message = await call
             if message is None:  # what grpc.aio makes of bytes that it cannot parse
                 raise ValueError(f"the answer to {name} cannot be parsed")
+            self._reached = True
             return read(message)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                await self._check_tls(name)
             raise _instance_error(self.address, name, error) from error
         except ValueError as error:
             raise InstanceError(self.address, name, grpc.StatusCode.DATA_LOSS, str(error)) from error
+
+    async def _check_tls(self, name: str) -> None:
+        """Tells a server that is down, and may come back, from one that will never be understood.
+
+        Raises:
+            InstanceError: the two ends' TLS does not fit.
+        """
+        if not self._reached and (reason := await refusal(self.address, self._access)):
+            raise InstanceError(self.address, name, grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
 class InstanceStream:

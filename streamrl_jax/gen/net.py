@@ -1,18 +1,44 @@
-"""Who may listen and who may call (DESIGN rule 9), for every gRPC server of the system."""
+"""Opens every gRPC server and every channel of the system, as an `Access` says (DESIGN rule 9)."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen import health
+from streamrl_jax.gen.access import (
+    OPEN,
+    Access,
+    AccessFiles,
+    bearer,
+    check_call,
+    check_listen,
+    is_loopback,
+    read_token,
+    split_address,
+)
+from streamrl_jax.gen.gate import TokenInterceptor
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "MAX_MESSAGE_BYTES",
+    "OPEN",
+    "SERVER_OPTIONS",
+    "Access",
+    "AccessFiles",
+    "bearer",
+    "bind",
+    "check_call",
+    "check_listen",
+    "is_loopback",
+    "is_pollers",
+    "make_server",
+    "open_blocking_channel",
+    "open_channel",
+    "read_token",
+    "split_address",
+]
 
 MAX_MESSAGE_BYTES: Final = 32 << 20
 """Bound on one message, both ways."""
@@ -50,197 +76,6 @@ def is_pollers(error: object) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits ``host:port`` or ``[v6]:port``.
-
-    Raises:
-        UserError: neither form, or no port number.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(
-            f"address = {address!r} is no HOST:PORT; write for example 127.0.0.1:50051 (port 0: any)"
-        )
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address that is bound to ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True)
-class Access:
-    """What a process of a run shows to those it calls, and asks of those who call it.
-
-    Whether a connection is encrypted follows from the address alone, so that both ends come to the same answer:
-    loopback is plain, everything else is TLS, unless ``everywhere`` asks for TLS on loopback too.
-
-    Attributes:
-        token: Shared secret; empty: none.
-        ca: PEM of the authority that signed the run's certificates; empty: no TLS.
-        certificate: PEM of this process's own certificate, for servers and, with ``mutual``, for clients.
-        key: PEM of its private key.
-        name: What the certificates of the run's servers are made out to; empty: the host that is called.
-        everywhere: TLS on loopback too.
-        mutual: Servers ask callers for a certificate of ``ca``.
-        insecure: ``security.insecure``, the consent to plain text beyond loopback.
-    """
-
-    token: str = field(default="", repr=False)
-    ca: bytes = field(default=b"", repr=False)
-    certificate: bytes = field(default=b"", repr=False)
-    key: bytes = field(default=b"", repr=False)
-    name: str = ""
-    everywhere: bool = False
-    mutual: bool = False
-    insecure: bool = False
-
-    @classmethod
-    def from_files(cls, token_file: str = "", *, insecure: bool = False) -> Access:
-        """Reads what the files hold.
-
-        Args:
-            token_file: With the shared secret; empty: none.
-            insecure: ``security.insecure``.
-
-        Raises:
-            UserError: a file cannot be read, or holds nothing usable.
-        """
-        return cls(read_token(token_file), insecure=insecure)
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call: the token, if there is one."""
-        return bearer(self.token)
-
-    def encrypts(self, address: str) -> bool:
-        """Whether connections to and at ``host:port`` are TLS."""
-        return bool(self.ca) and (self.everywhere or not is_loopback(split_address(address)[0]))
-
-
-OPEN: Final = Access()
-"""Neither token nor TLS, on loopback."""
-
-
-def check_listen(address: str, access: Access) -> None:
-    """Refuses to listen beyond loopback by accident.
-
-    Args:
-        address: ``host:port`` to bind.
-        access: its token, its TLS material and its consent count.
-
-    Raises:
-        UserError: a host beyond loopback without TLS or consent, or without a token.
-    """
-    host, _ = split_address(address)
-    if is_loopback(host):
-        return
-    if not access.encrypts(address) and not access.insecure:
-        raise UserError(
-            f"listening on {address} is reachable from other machines, in plain text; set "
-            "security.insecure = true if the network is trusted, or listen on 127.0.0.1"
-        )
-    if not access.token:
-        raise UserError(
-            f"listening on {address} needs a token: set security.token_file to a file with a shared secret"
-        )
-
-
-def check_call(address: str, access: Access) -> None:
-    """Refuses to send token and samples to another machine in plain text by accident.
-
-    Args:
-        address: ``host:port`` to call.
-        access: its TLS material and its consent count.
-
-    Raises:
-        UserError: a host beyond loopback without TLS or consent.
-    """
-    if access.insecure or access.encrypts(address) or is_loopback(split_address(address)[0]):
-        return
-    raise UserError(
-        f"gen.endpoints names {address}, which is another machine: token, samples and weights would travel in "
-        "plain text; set security.insecure = true if the network is trusted, or go through an ssh tunnel"
-    )
-
-
-def read_token(path: str) -> str:
-    """Reads a shared secret.
-
-    Args:
-        path: file that holds it; empty: no token.
-
-    Returns:
-        The secret without surrounding white space.
-
-    Raises:
-        UserError: the file cannot be read, or holds none.
-    """
-    if not path:
-        return ""
-    try:
-        token = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"security.token_file = {path!r} cannot be read: {error}") from error
-    if not token or not token.isascii() or not token.isprintable():
-        raise UserError(
-            f"security.token_file = {path!r} holds no token: one line of printable ASCII is needed"
-        )
-    return token
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that carries the token; empty without one."""
-    return (("authorization", f"Bearer {token}"),) if token else ()
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Ends every call that does not carry the token, but for the question whether the instance is up."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        """Lets the call pass or replaces its handler by one that refuses."""
-        handler = await continuation(handler_call_details)
-        if handler_call_details.method == health.CHECK:
-            return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        given = metadata.get("authorization", "")
-        if handler is None or hmac.compare_digest(str(given).encode(), self._expected):
-            return handler
-        return _refusing(handler)
-
-
-async def _unauthenticated(request: Any, context: grpc.aio.ServicerContext) -> Any:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED,
-        "the call carries no valid token; give both sides the same security.token_file",
-    )
-
-
-def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """A handler of the same kind that only refuses."""
-    streamed_in, streamed_out = bool(handler.request_streaming), bool(handler.response_streaming)
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[streamed_in, streamed_out]
-    return make(_unauthenticated)
 
 
 def make_server(access: Access) -> grpc.aio.Server:

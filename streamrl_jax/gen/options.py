@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.types import Fence
 
 
@@ -45,8 +46,7 @@ class InstanceSpec:
     name: str
     engine: EngineOptions
     listen: str = "127.0.0.1:0"
-    insecure: bool = False
-    token_file: str = ""
+    access: AccessFiles = field(default_factory=AccessFiles)
     lookahead: int = 8
     address_file: str = ""  # where it writes the address that it bound
     fence: Fence | None = None  # of the run that starts it; None: whoever says Hello first
@@ -66,6 +66,7 @@ def read_spec(path: Path) -> InstanceSpec:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
         fields["engine"] = EngineOptions(**fields["engine"])
+        fields["access"] = AccessFiles(**fields["access"])
         fields["fence"] = Fence(**fields["fence"]) if fields.get("fence") else None
         return InstanceSpec(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:

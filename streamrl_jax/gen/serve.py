@@ -45,7 +45,7 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
     Raises:
         UserError: the address cannot be bound, or the token not be read.
     """
-    access = net.Access.from_files(spec.token_file, insecure=spec.insecure)
+    access = net.Access.from_files(spec.access)
     scratch = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     sweep(scratch)
     identity = Identity(spec.name, spec.lookahead, host_id(), fence=spec.fence)

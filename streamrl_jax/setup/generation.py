@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamrl_jax.bridge.store import StoredVersion, StoreServer, WeightStore
 from streamrl_jax.config import Config
@@ -23,30 +20,13 @@ from streamrl_jax.rundir import RunDir
 from streamrl_jax.setup.devices import DeviceSplit
 from streamrl_jax.setup.inputs import Inputs
 from streamrl_jax.setup.instances import local_specs
+from streamrl_jax.setup.security import run_access
 
-_TOKEN_FILE = "token"
 _LOOK_S = 1.0
 
 
-def run_token_file(cfg: Config, home: RunDir) -> Path:
-    """The file with the secret that run and instances share: the configuration's, or one made for the run.
-
-    Args:
-        cfg: ``security.token_file`` counts.
-        home: The run directory, in which a new one is made, readable by its owner only.
-    """
-    if cfg.security.token_file:
-        return Path(cfg.security.token_file)
-    path = home.path / _TOKEN_FILE
-    if not path.exists() or not path.stat().st_size:  # empty: the life that made it was killed just then
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(secrets.token_urlsafe(32) + "\n")
-    return path
-
-
 def make_launcher(
-    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, token_file: Path
+    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, files: net.AccessFiles
 ) -> Launcher:
     """The launcher of the run's local instances and of its endpoints.
 
@@ -55,18 +35,20 @@ def make_launcher(
         home: The run directory.
         inputs: The policy's checkpoint and its tokenizer.
         split: Which instance runs on what.
-        token_file: The shared secret.
+        files: What run and instances share.
 
     Raises:
-        UserError: An endpoint is no address, named twice, or on another machine without `security.insecure`.
+        UserError: An endpoint is no address, named twice, or on another machine in plain text
+            without `security.insecure`.
     """
     limit = inputs.tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
-    specs = local_specs(cfg, inputs.model_dir, split, token_file.absolute(), home.fence, limit)
+    specs = local_specs(cfg, inputs.model_dir, split, files, home.fence, limit)
     local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
     if not cfg.gen.endpoints:
         return local
+    access = net.Access.from_files(files)
     for address in cfg.gen.endpoints:
-        net.check_call(address, net.Access(insecure=cfg.security.insecure))
+        net.check_call(address, access)
     return JoinedLauncher([local, StaticLauncher(endpoint_names(cfg.gen.endpoints))])
 
 
@@ -115,10 +97,10 @@ def open_generation(
     Raises:
         UserError: ``bridge.listen`` cannot be bound; no process was started.
     """
-    token_file = run_token_file(cfg, home)
-    access = net.Access.from_files(str(token_file), insecure=cfg.security.insecure)
+    files = run_access(cfg, home)
+    access = net.Access.from_files(files)
     with _open_store(cfg, home, access) as store:
-        launcher = make_launcher(cfg, home, inputs, split, token_file)
+        launcher = make_launcher(cfg, home, inputs, split, files)
         controller = Controller(
             ControlSettings.of(cfg),
             home.fence,

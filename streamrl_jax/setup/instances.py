@@ -10,6 +10,7 @@ from typing import NoReturn
 from streamrl_jax.config import Config
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec, write_spec
 from streamrl_jax.setup.devices import DeviceSplit
 from streamrl_jax.setup.model_source import model_directory
@@ -49,7 +50,7 @@ def local_specs(
     config: Config,
     model: Path,
     split: DeviceSplit,
-    token_file: Path,
+    access: AccessFiles,
     fence: Fence,
     vocab_limit: int | None,
 ) -> tuple[InstanceSpec, ...]:
@@ -59,7 +60,7 @@ def local_specs(
         config: The run's configuration.
         model: The checkpoint's directory.
         split: Which instance runs on what.
-        token_file: Holds the secret that run and instances share.
+        access: What run and instances share.
         fence: This life of the run; the instances serve no other.
         vocab_limit: From `Tokenizer.vocab_limit`.
 
@@ -71,8 +72,7 @@ def local_specs(
             name=f"instance-{index}",
             engine=engine_options(config, str(model), device, vocab_limit),
             listen=f"{config.gen.listen}:0",
-            insecure=config.security.insecure,
-            token_file=str(token_file),
+            access=access,
             lookahead=config.gen.lookahead,
             fence=fence,
         )
@@ -81,7 +81,7 @@ def local_specs(
 
 
 def standalone_spec(
-    config: Config, model: Path, listen: str, token_file: Path | None = None, name: str = ""
+    config: Config, model: Path, listen: str, access: AccessFiles, name: str = ""
 ) -> InstanceSpec:
     """An instance that waits for a run to connect (`streamrl gen`).
 
@@ -89,7 +89,7 @@ def standalone_spec(
         config: The configuration.
         model: The checkpoint's directory.
         listen: `HOST:PORT`.
-        token_file: Shared secret; None: `security.token_file`.
+        access: What it shares with the run.
         name: Of the instance; empty: host name and port.
 
     Returns:
@@ -110,19 +110,18 @@ def standalone_spec(
         name=name or f"{socket.gethostname()}-{listen.rpartition(':')[2]}",
         engine=engine_options(config, str(model), devices[0] if devices else "", vocab_limit),
         listen=listen,
-        insecure=config.security.insecure,
-        token_file=str(token_file or config.security.token_file),
+        access=access,
         lookahead=config.gen.lookahead,
     )
 
 
-def serve_standalone(config: Config, listen: str, token_file: Path | None, name: str) -> NoReturn:
+def serve_standalone(config: Config, listen: str, access: AccessFiles, name: str) -> NoReturn:
     """Turns this process into an instance.
 
     Args:
         config: The configuration.
         listen: `HOST:PORT`.
-        token_file: Shared secret; None: `security.token_file`.
+        access: What it shares with the run.
         name: Of the instance; empty: host name and port.
 
     Raises:
@@ -131,7 +130,7 @@ def serve_standalone(config: Config, listen: str, token_file: Path | None, name:
     from streamrl_jax.gen.instance import become_instance
 
     model = model_directory(config.model.path, "model.path")
-    spec = standalone_spec(config, model, listen, token_file, name)
+    spec = standalone_spec(config, model, listen, access, name)
     # A file in memory, open across the exec: the instance finds it, and nothing is left behind.
     file = Path(f"/proc/self/fd/{os.memfd_create('instance-spec', 0)}")
     write_spec(spec, file)

@@ -23,6 +23,7 @@ from streamrl_jax.commands.starts import Fork, Start, plan_start
 from streamrl_jax.config_io import COMMAND_LINE, Layer, config_from_layers, dump_config, load_config
 from streamrl_jax.config_schema import keys
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.options import InstanceSpec, engine_environment, read_spec
 from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.setup.devices import DeviceSplit, Machine
@@ -421,7 +422,7 @@ def test_a_dry_run_tells_all_faults_at_once(project: Path) -> None:
         "there is no task 'arithmetics'; did you mean 'arithmetic'",
         f"reward.function = 'reward.py:score': there is no file {project}/reward.py",
         "gen.python = 'no-such-python' is no command",
-        "security.token_file = 'none': there is no such file",
+        "security.token_file = 'none' cannot be read",
         f"run directory {project}/runs/demo exists",
     ):
         assert fault in str(caught.value)
@@ -468,11 +469,12 @@ def test_a_runs_instances_get_devices_limits_and_fence(project: Path) -> None:
     config = load_config([Path("base.toml")], overrides)
     fence = Fence("demo-1", 2)
     split = DeviceSplit(("cpu:0", "cpu:1"), ())
-    first, second = local_specs(config, project / "model", split, project / "token", fence, 40)
+    access = AccessFiles(token=str(project / "token"))
+    first, second = local_specs(config, project / "model", split, access, fence, 40)
     assert (first.name, second.name) == ("instance-0", "instance-1")
     assert (first.engine.device, second.engine.device) == ("cpu:0", "cpu:1")
     assert (first.fence, first.lookahead, first.listen) == (fence, 3, "127.0.0.1:0")
-    assert first.token_file == str(project / "token")
+    assert first.access == access
     engine = first.engine
     assert (engine.max_num_seqs, engine.max_model_len, engine.seed) == (7, 32, 5)
     assert engine.vocab_limit == 40
@@ -495,16 +497,15 @@ def test_gen_becomes_the_instance_that_its_options_describe(
     with pytest.raises(SystemExit):
         main([*command, "gen.devices=[cpu:1]", "security.insecure=true", "rollout.mask_padded_vocab=false"])
     (spec,) = became
-    assert (spec.name, spec.listen, spec.token_file, spec.insecure) == ("far", "0.0.0.0:7001", "secret", True)
+    assert (spec.name, spec.listen) == ("far", "0.0.0.0:7001")
+    assert spec.access == AccessFiles(token=str(project / "secret"), insecure=True)
     assert (spec.engine.device, spec.fence) == ("cpu:1", None)
 
 
 def test_one_instance_takes_the_devices_of_one(project: Path) -> None:
     config = load_config([Path("base.toml")], ["gen.devices=[cpu:0,cpu:1]"])
     with pytest.raises(UserError, match=r"gen\.devices has 2 entries, and streamrl gen is one instance"):
-        standalone_spec(config, Path("model"), "127.0.0.1:0")
-    one = load_config(
-        [Path("base.toml")], ["security.token_file=base.toml", "rollout.mask_padded_vocab=false"]
-    )
-    spec = standalone_spec(one, Path("model"), "127.0.0.1:7001")
-    assert spec.name.endswith("-7001") and (spec.engine.device, spec.token_file) == ("", "base.toml")
+        standalone_spec(config, Path("model"), "127.0.0.1:0", AccessFiles())
+    one = load_config([Path("base.toml")], ["rollout.mask_padded_vocab=false"])
+    spec = standalone_spec(one, Path("model"), "127.0.0.1:7001", AccessFiles("base.toml"))
+    assert spec.name.endswith("-7001") and (spec.engine.device, spec.access.token) == ("", "base.toml")

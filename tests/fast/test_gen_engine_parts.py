@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.options import (
     EngineOptions,
     InstanceSpec,
@@ -103,7 +104,9 @@ def test_the_environment_follows_the_device() -> None:
 def test_a_spec_survives_its_file_and_a_bad_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "spec.json"
     for fence in (None, Fence("run", 2)):
-        spec = InstanceSpec("instance-0", EngineOptions("m", 8, seed=3), token_file="t", fence=fence)
+        spec = InstanceSpec(
+            "instance-0", EngineOptions("m", 8, seed=3), access=AccessFiles("t", everywhere=True), fence=fence
+        )
         write_spec(spec, path)
         assert read_spec(path) == spec
     path.write_text('{"name": "x", "engine": {"model": "m", "max_model_len": 8, "modle": 1}}')

@@ -755,7 +755,7 @@ def test_no_other_machine_is_called_in_plain_text_by_accident(address: str, reas
     if not reason:
         net.check_call(address, net.OPEN)
         return
-    with pytest.raises(UserError, match=rf"gen.endpoints names {address}.*{reason}.*security.insecure"):
+    with pytest.raises(UserError, match=rf"{address} is on another machine.*{reason}.*security.insecure"):
         net.check_call(address, net.OPEN)
 
 
