@@ -311,7 +311,8 @@ class ConsoleSink:
 _NOTES: Final[Mapping[EventKind, str]] = {
     EventKind.LOST: "{event.instance} is lost: {event.text}",
     EventKind.RESTART: "{event.instance} is started again (restart {event.count})",
-    EventKind.GONE: "{event.instance} is given up: {event.text}",
+    EventKind.GONE: "{event.instance} has left the pool: {event.text}",
+    EventKind.ADDED: "{event.instance} joins the run",
     EventKind.RECONNECTED: "{event.instance}: the stream broke and is connected again",
     EventKind.REDISPATCH: "{event.count} samples of {event.instance} are handed out again",
 }

@@ -16,6 +16,7 @@ from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.client import InstanceClient, InstanceError
+from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.launch import StaticLauncher
 from streamrl_jax.gen.launch.joined import JoinedLauncher
 from streamrl_jax.proto import streamrl_pb2 as pb
@@ -27,13 +28,14 @@ from streamrl_jax.types import (
     InstanceState,
     InstanceStatus,
     Progress,
+    UpdateReport,
     VersionRun,
 )
 from tests.fakes import fake_logprob
 
 from .control_world import FENCE, SETTINGS, Run, World, decode, job, manifest, reward_by_length, source
 
-INFO = InstanceInfo("hostile", 4, 2, 512, 0, False, "elsewhere", "none")
+INFO = InstanceInfo("hostile", 4, 2, 512, 0, True, host_id(), "none")
 IDLE = InstanceStatus(InstanceState.IDLE, 0)
 
 Reply = Callable[[pb.GenerateRequest], list[bytes]]
@@ -92,7 +94,7 @@ class Hostile:
         self.server = net.make_server(net.OPEN)
         handlers = {
             "GetStatus": grpc.unary_unary_rpc_method_handler(self._get_status),
-            "UpdateWeights": grpc.unary_unary_rpc_method_handler(self._get_status),
+            "UpdateWeights": grpc.unary_unary_rpc_method_handler(self._update),
             "Generate": grpc.stream_stream_rpc_method_handler(
                 self._generate, request_deserializer=pb.GenerateRequest.FromString
             ),
@@ -105,6 +107,12 @@ class Hostile:
 
     async def _get_status(self, request: bytes, context: Any) -> bytes:
         return self._status
+
+    async def _update(self, request: bytes, context: Any) -> bytes:
+        """One that is well otherwise says that it serves version 0, as asked."""
+        if self._status != GOOD_STATUS:
+            return self._status
+        return codec.report_to_proto(UpdateReport("hostile", True, 0)).SerializeToString()
 
     async def _generate(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
         self.streams += 1
