@@ -17,7 +17,7 @@ from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.outbox import Outbox
-from streamrl_jax.control.queue import Place, place_with_group
+from streamrl_jax.control.queue import Place
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Publication
@@ -49,7 +49,7 @@ class Controller:
         decode: token ids to text, for the reward function.
         on_event: takes what happens, on the controller's thread; must be quick.
         access: token and TLS of run and instances.
-        place: chooses the instance of a sample.
+        place: chooses the instance of a sample; None: its group's, else the emptiest.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Controller:
         decode: Callable[[TokenIds], str],
         on_event: Callable[[ControlEvent], None],
         access: net.Access = net.OPEN,
-        place: Place = place_with_group,
+        place: Place | None = None,
     ) -> None:
         self._settings = settings
         self._rewards = RewardWorkers(reward, decode, settings.reward_timeout_s, settings.reward_workers)
-        self._core = ControllerCore(settings, fence, launcher, self._rewards, on_event, token, place)
+        self._core = ControllerCore(settings, fence, launcher, self._rewards, on_event, access, place)
         self._core.when_failed(lambda error: self._failed.set())
         self._outboxes: dict[str, Outbox] = {}
         self._failed = threading.Event()
@@ -94,13 +94,12 @@ class Controller:
         end = time.monotonic() + timeout_s
         while True:
             self._core.check()
-            views = self.pool()
-            loaded = self._ask(self._core.pool.loaded)
-            if loaded >= (len(views) if at_least is None else at_least):
+            loaded, wanted = self._ask(lambda: (self._core.pool.loaded(), self._core.pool.wanted()))
+            if loaded >= (wanted if at_least is None else at_least):
                 return
             if time.monotonic() > end:
                 raise ControlError(
-                    f"{loaded} of {len(views)} instances were ready within {timeout_s:g} s: "
+                    f"{loaded} of {wanted} instances were ready within {timeout_s:g} s: "
                     f"{self._ask(self._core.pool.situation)}"
                 )
             self._failed.wait(0.1)

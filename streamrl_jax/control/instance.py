@@ -294,8 +294,7 @@ class Instance:
                 self._tokens += event.tokens_since_last
                 self.version = max(self.version, event.version)
             case Generation():
-                # It may call itself otherwise (`streamrl gen --name`); metrics and messages use the pool's name.
-                self._weigh(work.finished(fence, replace(event, instance=self.name), self.name), now)
+                self._weigh(work.finished(fence, self._named(event), self.name), now)
                 if self._link is not None:
                     self._link.acknowledge(event.sample_id, event.attempt)
             case Progress():
@@ -310,7 +309,7 @@ class Instance:
                 return
         self._note(now)
         self._changed.set()
-        self._shared.pump()
+        self._shared.pump(self.name)
 
     def _weigh(self, verdict: Verdict, now: float) -> None:
         """Only what moved a sample on is a sign that its engine works."""
@@ -325,6 +324,10 @@ class Instance:
         if longest is None or self._info is None:
             return None
         return 2 * (self._info.slots + self._info.lookahead) * longest
+
+    def _named(self, generation: Generation) -> Generation:
+        """It may call itself otherwise (`streamrl gen --name`); metrics and messages use the pool's name."""
+        return generation if generation.instance == self.name else replace(generation, instance=self.name)
 
     def _believe(self, reason: RejectReason) -> None:
         """Corrects what was thought of it, so that it is not asked the same again at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from streamrl_jax.types import Prompt, Sampling
@@ -54,8 +54,8 @@ class Member:
     index: int
 
 
-def members(job: Job) -> list[Member]:
-    """Names every sample of a job, prompt by prompt.
+def members(job: Job) -> Iterator[Member]:
+    """Names every sample of a job, prompt by prompt, as they are asked for.
 
     A prompt that a job holds twice (the end of one epoch and the start of the next) is two groups; the second
     one's key gets the suffix ``~1``.
@@ -63,17 +63,16 @@ def members(job: Job) -> list[Member]:
     Args:
         job: what to expand.
 
-    Returns:
+    Yields:
         ``job.size`` members; the ids are ``<job>/<prompt>/<index>`` and unique in the run.
     """
     seen: Counter[str] = Counter()
-    found: list[Member] = []
     for position, prompt in enumerate(job.prompts):
         repeat = seen[prompt.prompt_id]
         seen[prompt.prompt_id] += 1
         group = f"{job.job_id}/{prompt.prompt_id}" + (f"~{repeat}" if repeat else "")
-        found.extend(Member(f"{group}/{index}", group, position, index) for index in range(job.n))
-    return found
+        for index in range(job.n):
+            yield Member(f"{group}/{index}", group, position, index)
 
 
 def sampling_of(job: Job, sample_id: str, continued_attempt: int = 0) -> Sampling:

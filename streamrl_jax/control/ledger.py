@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from streamrl_jax.types import Fence
+
+REMEMBERED: Final = 8192
+"""Delivered samples whose repeats are told from answers that nobody asked for; about 1 MiB."""
 
 
 class Stage(StrEnum):
@@ -17,7 +21,6 @@ class Stage(StrEnum):
     DISPATCHED = "dispatched"  # an instance answers it
     FINISHED = "finished"  # the answer is here, its reward is computed
     REWARDED = "rewarded"  # ready for the trainer
-    DELIVERED = "delivered"  # the trainer has it
 
 
 class Verdict(StrEnum):
@@ -42,15 +45,17 @@ class _Entry:
 class Ledger:
     """Keeps rule 1: each sample id that is opened is delivered exactly once, whatever the messages' order.
 
-    Call order per sample::
+    Call order: ``open`` a job; then, per sample::
 
-        open ─▶ dispatch ─▶ accept ─▶ rewarded ─▶ deliver        (each moves it one stage on)
-                   ▲ │
-                   └─┴─ requeue / requeue_instance               (attempt + 1; older answers are now stale)
+        admit ─▶ dispatch ─▶ accept ─▶ rewarded ─▶ deliver       (each moves it one stage on)
+                    ▲ │
+                    └─┴─ requeue / requeue_instance              (attempt + 1; older answers are now stale)
 
     Only ``accept`` meets the outside world: it never raises, it drops what does not fit and counts it. The
-    other moves are the controller's own; out of order they raise, since that is a fault of the program. A
-    job whose samples are all delivered is forgotten, so memory follows the open jobs.
+    other moves are the controller's own; out of order they raise, since that is a fault of the program.
+
+    Memory follows what is admitted and not delivered. Of the delivered samples the last `REMEMBERED` ids are kept,
+    so that a repeat is counted as one; an older one is unknown, and dropped as well.
 
     Args:
         fence: the life of the run that this account belongs to.
@@ -60,20 +65,26 @@ class Ledger:
         self._fence = fence
         self._entries: dict[str, _Entry] = {}
         self._open: dict[str, int] = {}  # job -> samples not delivered yet
-        self._jobs: dict[str, list[str]] = {}
+        self._unadmitted: dict[str, int] = {}  # job -> samples of these that have no entry yet
         self._held: dict[str, dict[str, None]] = {}  # instance -> dispatched ids, oldest first
+        self._delivered: OrderedDict[str, int] = OrderedDict()  # id -> attempt, the oldest first
         self._counts: Counter[str] = Counter()
 
-    def open(self, job_id: str, sample_ids: Iterable[str]) -> None:
-        """Opens a job's samples; an id or job that is open already raises ``ValueError``."""
-        ids = list(sample_ids)
-        known = [sample_id for sample_id in ids if sample_id in self._entries]
-        if job_id in self._open or known or len(set(ids)) != len(ids):
-            raise ValueError(f"job {job_id} is open already, or names a sample twice: {known[:3]}")
-        self._entries.update((sample_id, _Entry(job_id)) for sample_id in ids)
-        self._open[job_id] = len(ids)
-        self._jobs[job_id] = ids
-        self._counts["opened"] += len(ids)
+    def open(self, job_id: str, size: int) -> None:
+        """Opens a job of ``size`` samples; one that is open already raises ``ValueError``."""
+        if job_id in self._open or size < 1:
+            raise ValueError(f"job {job_id} of {size} samples is open already, or empty")
+        self._open[job_id] = self._unadmitted[job_id] = size
+        self._counts["opened"] += size
+
+    def admit(self, job_id: str, sample_id: str) -> None:
+        """Names one sample of an open job, as it is about to be handed out; one that is known raises ``ValueError``."""
+        if sample_id in self._entries or not self._unadmitted.get(job_id):
+            raise ValueError(
+                f"sample {sample_id} is open already, or one more than job {job_id} was opened with"
+            )
+        self._unadmitted[job_id] -= 1
+        self._entries[sample_id] = _Entry(job_id)
 
     def dispatch(self, sample_id: str, instance: str) -> int:
         """Hands a waiting sample to an instance and returns the number of this attempt."""
@@ -94,7 +105,9 @@ class Ledger:
         if fence != self._fence:
             return Verdict.OTHER_FENCE
         entry = self._entries.get(sample_id)
-        if entry is None or attempt > entry.attempt:
+        if entry is None:
+            return self._judge_delivered(sample_id, attempt)
+        if attempt > entry.attempt:
             return Verdict.UNKNOWN
         if attempt < entry.attempt:
             return Verdict.STALE_ATTEMPT
@@ -140,16 +153,17 @@ class Ledger:
     def deliver(self, sample_id: str) -> bool:
         """Notes that the trainer has the sample; returns whether that ended its job."""
         entry = self._at(sample_id, Stage.REWARDED)
-        entry.stage = Stage.DELIVERED
+        self._delivered[sample_id] = entry.attempt
+        if len(self._delivered) > REMEMBERED:
+            self._delivered.popitem(last=False)
         self._counts["delivered"] += 1
-        return self._close_one(entry.job_id)
+        return self._close_one(sample_id)
 
     def cancel(self, sample_id: str) -> bool:
         """Gives a waiting sample up (a probe whose instance left for good); returns whether its job ended."""
-        entry = self._at(sample_id, Stage.WAITING)
-        entry.stage = Stage.DELIVERED
+        self._at(sample_id, Stage.WAITING)
         self._counts["cancelled"] += 1
-        return self._close_one(entry.job_id)
+        return self._close_one(sample_id)
 
     def attempt(self, sample_id: str) -> int:
         """The attempt that runs, or that the next dispatch will carry."""
@@ -177,6 +191,7 @@ class Ledger:
     def stages(self) -> Mapping[Stage, int]:
         """How many samples of the open jobs are at each stage."""
         counted = Counter(entry.stage for entry in self._entries.values())
+        counted[Stage.WAITING] += sum(self._unadmitted.values())
         return {stage: counted[stage] for stage in Stage}
 
     def check(self) -> None:
@@ -192,9 +207,7 @@ class Ledger:
                    if entry.stage is Stage.DISPATCHED}  # fmt: skip
         indexed = {(instance, sample_id) for instance, ids in self._held.items() for sample_id in ids}
         assert holders == indexed, f"instances hold {indexed ^ holders} otherwise than the samples say"
-        undelivered = Counter(
-            entry.job_id for entry in self._entries.values() if entry.stage is not Stage.DELIVERED
-        )
+        undelivered = Counter(entry.job_id for entry in self._entries.values()) + Counter(self._unadmitted)
         assert undelivered == Counter(self._open), f"open jobs {self._open}, undelivered {undelivered}"
         totals, now = self._counts, self.stages()
         opened = totals["delivered"] + totals["cancelled"] + undelivered.total()
@@ -224,11 +237,16 @@ class Ledger:
         entry.stage = stage
         return entry
 
-    def _close_one(self, job_id: str) -> bool:
+    def _judge_delivered(self, sample_id: str, attempt: int) -> Verdict:
+        delivered = self._delivered.get(sample_id)
+        if delivered is None or attempt > delivered:
+            return Verdict.UNKNOWN
+        return Verdict.DUPLICATE if attempt == delivered else Verdict.STALE_ATTEMPT
+
+    def _close_one(self, sample_id: str) -> bool:
+        job_id = self._entries.pop(sample_id).job_id
         self._open[job_id] -= 1
         if self._open[job_id]:
             return False
-        del self._open[job_id]
-        for sample_id in self._jobs.pop(job_id):
-            del self._entries[sample_id]
+        del self._open[job_id], self._unadmitted[job_id]
         return True

@@ -24,7 +24,7 @@ class Outbox:
     """
 
     def __init__(self, job_id: str, size: int) -> None:
-        self._job_id = job_id
+        self.job_id = job_id
         self._size = size
         self._taken = 0
         self._items: queue.SimpleQueue[Sample | BaseException | object] = queue.SimpleQueue()
@@ -67,7 +67,7 @@ class Outbox:
                 item = self._items.get(timeout=timeout_s)
             except queue.Empty:
                 raise ControlError(
-                    f"no sample of {self._job_id} arrived for {time.monotonic() - since:.0f} s "
+                    f"no sample of {self.job_id} arrived for {time.monotonic() - since:.0f} s "
                     f"(trainer.sample_timeout_s); {self._taken} of {self._size} are here. {situation()}"
                 ) from None
             if isinstance(item, BaseException):

@@ -136,9 +136,18 @@ class Pool:
             f"there is no instance {name!r} in the pool; {hint}It has {', '.join(self._instances) or 'none'}.{left}"
         )
 
-    def pump(self) -> None:
-        """Hands out what waits to whoever has room."""
-        rooms = [room for instance in self._instances.values() if (room := instance.room()) is not None]
+    def pump(self, only: str = "") -> None:
+        """Hands out what waits to whoever has room.
+
+        Args:
+            only: the instance whose room has changed, when that is all that has: the others were offered what waits
+                before. With a thousand instances it must not cost a look at each whenever one of them says something.
+        """
+        chosen = self._instances.values()
+        if only and not self._work.offer_all:
+            chosen = [instance] if (instance := self._instances.get(only)) is not None else []
+        self._work.offer_all = False
+        rooms = [room for instance in chosen if (room := instance.room()) is not None]
         for name, assignment in self._work.take(rooms):
             self._instances[name].assign(assignment)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from streamrl_jax.control.faults import RewardError
+from streamrl_jax.control.handover import Handover
 from streamrl_jax.errors import UserError
 from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import Generation, Prompt, TokenIds
@@ -30,14 +31,13 @@ _EXCERPT = 200  # characters of an answer that a message shows
 class _Call:
     prompt: Prompt
     generation: Generation
-    done: asyncio.Future[RewardResult]
-    loop: asyncio.AbstractEventLoop
+    done: Callable[[RewardResult | BaseException], None]
 
 
 class RewardWorkers:
     """A few threads that turn answers into rewards.
 
-    Call order: ``start``, any number of ``reward`` (awaited on the loop), ``check`` now and then, ``close``.
+    Call order: ``start``, and ``attach`` on the loop; any number of ``order`` there, ``check`` now and then; ``close``.
 
     Args:
         function: the user's reward function.
@@ -55,6 +55,7 @@ class RewardWorkers:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
         self._closing = False
+        self._back: Handover[tuple[_Call, RewardResult | BaseException]] | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
             for number in range(workers)
@@ -65,23 +66,22 @@ class RewardWorkers:
         for thread in self._threads:
             thread.start()
 
-    async def reward(self, prompt: Prompt, generation: Generation) -> RewardResult:
-        """Computes one reward.
+    def attach(self) -> None:
+        """Has the outcomes brought to the loop that runs now."""
+        self._back = Handover(asyncio.get_running_loop(), lambda done: done[0].done(done[1]))
+
+    def order(
+        self, prompt: Prompt, generation: Generation, done: Callable[[RewardResult | BaseException], None]
+    ) -> None:
+        """Has one reward computed.
 
         Args:
             prompt: the answer's prompt.
             generation: the answer.
-
-        Returns:
-            The function's result. Its score may be NaN or infinite: what that means is the trainer's to say.
-
-        Raises:
-            RewardError: the function raised, or its score is no number.
+            done: takes the function's result, on the loop. Its score may be NaN or infinite: what that means is the
+                trainer's to say. Or a `RewardError`: the function raised, or its score is no number.
         """
-        loop = asyncio.get_running_loop()
-        call = _Call(prompt, generation, loop.create_future(), loop)
-        self._calls.put(call)
-        return await call.done
+        self._calls.put(_Call(prompt, generation, done))
 
     def check(self) -> None:
         """Raises `RewardError` when a call runs for longer than its bound."""
@@ -113,8 +113,9 @@ class RewardWorkers:
             self._running[number] = (time.monotonic(), call)
             outcome = self._outcome(call)
             del self._running[number]
+            assert self._back is not None, "it was attached before anything was ordered"
             with contextlib.suppress(RuntimeError):  # the loop is closed: a call that hung ends after the run
-                call.loop.call_soon_threadsafe(_settle, call.done, outcome)
+                self._back.put((call, outcome))
 
     def _outcome(self, call: _Call) -> RewardResult | BaseException:
         text = ""
@@ -130,15 +131,6 @@ class RewardWorkers:
                 f"answer {_excerpt(text)}",
                 error,
             )
-
-
-def _settle(done: asyncio.Future[RewardResult], outcome: RewardResult | BaseException) -> None:
-    if done.done():  # cancelled: the controller closes
-        return
-    if isinstance(outcome, BaseException):
-        done.set_exception(outcome)
-    else:
-        done.set_result(outcome)
 
 
 def _name(call: _Call) -> str:

@@ -24,6 +24,7 @@ class ControlSettings:
     in_flight: bool = False  # updates do not wait for what runs
     reward_timeout_s: float = 30.0  # one call of the reward function
     reward_workers: int = 2  # threads
+    max_buffered_samples: int = 65_536  # finished, and not taken by the trainer; see `control.intake`
     max_attempts: int = 20  # of one sample, before the run stops with its name
     close_timeout_s: float = (
         25.0  # bound on the end of everything; a launcher's `stop` takes 22 s at the most

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from streamrl_jax.control.faults import ControlError, InstanceLost
+from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job, Member, engine_priority, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
 from streamrl_jax.control.outbox import Outbox
@@ -14,6 +16,7 @@ from streamrl_jax.control.partials import ending, extend, resumable
 from streamrl_jax.control.queue import HeldQueue, Room, Waiting
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.errors import UserError
+from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import (
     Assignment,
     Fence,
@@ -53,6 +56,7 @@ class Work:
         rewards: computes rewards.
         queue: holds what is not handed out.
         max_attempts: bound on the attempts of one sample.
+        intake: says which jobs may go on while finished samples wait for the trainer.
         spawn: runs a coroutine on the loop; its exception ends the run.
     """
 
@@ -62,10 +66,15 @@ class Work:
         rewards: RewardWorkers,
         queue: HeldQueue,
         max_attempts: int,
+        intake: Intake,
         spawn: Callable[..., object],
     ) -> None:
         self.ledger = Ledger(fence)
         self.queue = queue
+        self.intake = intake
+        self.offer_all = (
+            False  # something waits, or may leave now, that other instances have not been offered
+        )
         self._fence = fence
         self._rewards = rewards
         self._max_attempts = max_attempts
@@ -84,30 +93,28 @@ class Work:
         Returns:
             Where they will come out.
         """
-        found = members(job)
-        self.ledger.open(job.job_id, [member.sample_id for member in found])
+        self.ledger.open(job.job_id, job.size)
         if outbox is None:
             outbox = Outbox(job.job_id, job.size)
         else:
             outbox.grow(job.size)
         self._outboxes[job.job_id] = outbox
-        for member in found:
-            self._open[member.sample_id] = _Open(job, member)
-            self.queue.push(_waiting(job, member))
+        self.queue.add(outbox.job_id, self._draw(job), job.size)
+        self.offer_all = True
         return outbox
 
     def take(self, rooms: Sequence[Room]) -> list[tuple[str, Assignment]]:
-        """Hands out what the instances have room for.
+        """Hands out what the instances have room for, as far as the intake admits it.
 
         Args:
-            rooms: the instances that can be given work.
+            rooms: the instances that can be given work; all of them while ``offer_all`` is set.
 
         Returns:
             (instance, assignment) pairs, to be sent in this order.
         """
         return [
             (placed.instance, self._assignment(placed.waiting.sample_id, placed.instance))
-            for placed in self.queue.take(rooms)
+            for placed in self.queue.take(rooms, self.intake.admits)
         ]
 
     def again(self, instance: str) -> list[Assignment]:
@@ -130,8 +137,7 @@ class Work:
         if verdict is Verdict.ACCEPTED:
             self._check_versions(generation, instance)
             self._partials.pop(generation.sample_id, None)
-            name = f"reward {generation.sample_id}"
-            self._spawn(self._complete(generation, time.monotonic()), name=name)
+            self._reward(generation)
         return verdict
 
     def progress(self, fence: Fence, progress: Progress, instance: str) -> Verdict:
@@ -187,11 +193,18 @@ class Work:
                 del self._outboxes[job_id]
             outbox.cancel()
 
-    def delivered(self, sample: Sample) -> None:
-        """Notes that the trainer has a sample; a job that is complete is forgotten."""
+    def delivered(self, sample: Sample) -> bool:
+        """Notes that the trainer has a sample; a job that is complete is forgotten.
+
+        Returns:
+            Whether samples may be handed out now that were held up before.
+        """
         job_id = self._open.pop(sample.sample_id).job.job_id
+        goes_on = self.intake.consumed(self._outboxes[job_id].job_id)
+        self.offer_all |= goes_on
         if self.ledger.deliver(sample.sample_id):
             del self._outboxes[job_id]
+        return goes_on
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in whoever waits for a sample."""
@@ -215,7 +228,15 @@ class Work:
             "waiting": len(self.queue),
             "jobs": len(self._outboxes),
             "partials": len(self._partials),
+            "buffered": self.intake.buffered,
         }
+
+    def _draw(self, job: Job) -> Iterator[Waiting]:
+        """Opens a job's samples as the queue asks for them."""
+        for member in members(job):
+            self.ledger.admit(job.job_id, member.sample_id)
+            self._open[member.sample_id] = _Open(job, member)
+            yield _waiting(job, member)
 
     def _assignment(self, sample_id: str, instance: str) -> Assignment:
         self.ledger.dispatch(sample_id, instance)
@@ -259,6 +280,7 @@ class Work:
             # Also so that the tokens of the next attempt are not appended to it.
             self._partials.pop(sample_id, None)
         self.queue.push(_waiting(opened.job, opened.member), front=True)
+        self.offer_all = True
 
     def _check_length(self, generation: Generation) -> None:
         """An answer that nobody asked for would break the trainer's shapes: whoever sends one is not trusted."""
@@ -278,13 +300,23 @@ class Work:
                 f"{oldest}; version {least} or newer was asked for"
             )
 
-    async def _complete(self, generation: Generation, arrived_s: float) -> None:
+    def _reward(self, generation: Generation) -> None:
+        opened, arrived_s = self._open[generation.sample_id], time.monotonic()
+        self.intake.arrived(self._outboxes[opened.job.job_id].job_id)
+        if opened.job.probe:
+            self._complete(generation, arrived_s, RewardResult(0.0))
+        else:
+            prompt = opened.job.prompts[opened.member.position]
+            self._rewards.order(prompt, generation, partial(self._complete, generation, arrived_s))
+
+    def _complete(
+        self, generation: Generation, arrived_s: float, outcome: RewardResult | BaseException
+    ) -> None:
+        if isinstance(outcome, BaseException):
+            self._spawn(_raise(outcome), name=f"reward {generation.sample_id}")
+            return
         opened = self._open[generation.sample_id]
         job, prompt = opened.job, opened.job.prompts[opened.member.position]
-        reward, extras = 0.0, {}
-        if not job.probe:
-            result = await self._rewards.reward(prompt, generation)
-            reward, extras = result.score, result.extras
         self.ledger.rewarded(generation.sample_id)
         sample = Sample(
             sample_id=generation.sample_id,
@@ -292,8 +324,8 @@ class Work:
             prompt=prompt,
             group_index=opened.member.index,
             generation=generation,
-            reward=reward,
-            reward_extras=extras,
+            reward=outcome.score,
+            reward_extras=outcome.extras,
             arrived_s=arrived_s,
             rewarded_s=time.monotonic(),
         )
@@ -310,6 +342,10 @@ def _whole(progress: Progress, answer: Partial, reason: FinishReason, instance: 
         reason,
         instance,
     )
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _waiting(job: Job, member: Member) -> Waiting:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl_jax.control.ledger import Ledger, Stage, Verdict
+from streamrl_jax.control.ledger import REMEMBERED, Ledger, Stage, Verdict
 from streamrl_jax.types import Fence
 
 LIFE = Fence("run", 1)
 EARLIER = Fence("run", 0)
 INSTANCES = ("a", "b", "c")
+
+
+def open_all(ledger: Ledger, job: str, ids: Sequence[str]) -> None:
+    """Opens a job whose samples are about to be handed out."""
+    ledger.open(job, len(ids))
+    for sample_id in ids:
+        ledger.admit(job, sample_id)
 
 
 class DeliveryMachine(RuleBasedStateMachine):
@@ -37,7 +45,7 @@ class DeliveryMachine(RuleBasedStateMachine):
     def open(self, size: int) -> None:
         job = f"train/{self.jobs}"
         ids = [f"{job}/{index}" for index in range(size)]
-        self.ledger.open(job, ids)
+        open_all(self.ledger, job, ids)
         self.waiting += ids
         self.opened |= set(ids)
         self.jobs += 1
@@ -131,7 +139,7 @@ def test_random_deaths_and_repeats_at_scale() -> None:
     draw = random.Random(7)
     ledger = Ledger(LIFE)
     ids = [f"train/0/{index}" for index in range(2000)]
-    ledger.open("train/0", ids)
+    open_all(ledger, "train/0", ids)
     waiting, network, delivered = list(ids), [], Counter[str]()
     while sum(delivered.values()) < len(ids):
         for _ in range(draw.randrange(50)):
@@ -161,7 +169,7 @@ def test_random_deaths_and_repeats_at_scale() -> None:
 
 def test_each_kind_of_wrong_message_is_counted() -> None:
     ledger = Ledger(LIFE)
-    ledger.open("j", ["j/0", "j/1"])
+    open_all(ledger, "j", ["j/0", "j/1"])
     assert ledger.accept(LIFE, "j/0", 0, "a") is Verdict.UNKNOWN  # not handed out yet
     ledger.dispatch("j/0", "a")
     assert ledger.accept(EARLIER, "j/0", 0, "a") is Verdict.OTHER_FENCE
@@ -195,23 +203,46 @@ def test_each_kind_of_wrong_message_is_counted() -> None:
 
 def test_moves_out_of_order_are_faults_of_the_program() -> None:
     ledger = Ledger(LIFE)
-    ledger.open("j", ["j/0"])
+    open_all(ledger, "j", ["j/0"])
     with pytest.raises(RuntimeError, match="j/0 is waiting"):
         ledger.rewarded("j/0")
     with pytest.raises(RuntimeError, match="j/9 is not open"):
         ledger.deliver("j/9")
     with pytest.raises(ValueError, match="open already"):
-        ledger.open("j", ["k/0"])
-    with pytest.raises(ValueError, match="names a sample twice"):
-        ledger.open("k", ["k/0", "k/0"])
+        ledger.open("j", 1)
+    with pytest.raises(ValueError, match="one more than job j was opened with"):
+        ledger.admit("j", "j/1")
+    ledger.open("k", 2)
+    ledger.admit("k", "k/0")
+    with pytest.raises(ValueError, match="k/0 is open already"):
+        ledger.admit("k", "k/0")
 
 
 def test_a_cancelled_probe_ends_its_job() -> None:
     ledger = Ledger(LIFE)
-    ledger.open("probe/1/a", ["p/0", "p/1"])
+    open_all(ledger, "probe/1/a", ["p/0", "p/1"])
     ledger.dispatch("p/0", "a")
     ledger.accept(LIFE, "p/0", 0, "a")
     ledger.rewarded("p/0")
     assert not ledger.cancel("p/1")
     assert ledger.deliver("p/0")
     assert ledger.left("probe/1/a") == 0
+
+
+def test_memory_follows_what_is_admitted_and_not_delivered() -> None:
+    """Neither what waits in a job nor what was delivered keeps an entry; a late repeat is known, up to a bound."""
+    ledger = Ledger(LIFE)
+    size = REMEMBERED + 100
+    ledger.open("j", size)
+    for number in range(size - 1):
+        sample = f"j/{number}"
+        ledger.admit("j", sample)
+        ledger.dispatch(sample, "a")
+        ledger.accept(LIFE, sample, 0, "a")
+        ledger.rewarded(sample)
+        assert not ledger.deliver(sample)
+    assert ledger.stages() == {**dict.fromkeys(Stage, 0), Stage.WAITING: 1}
+    assert ledger.left("j") == 1
+    assert ledger.accept(LIFE, "j/100", 0, "a") is Verdict.DUPLICATE
+    assert ledger.accept(LIFE, "j/98", 0, "a") is Verdict.UNKNOWN, "long ago: dropped all the same"
+    ledger.check()

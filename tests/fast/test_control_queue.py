@@ -249,7 +249,7 @@ def test_an_update_lets_only_its_probes_through() -> None:
 
 def test_members_are_named_once_even_when_a_prompt_comes_twice() -> None:
     job = Job("train/4", [prompt("7"), prompt("8"), prompt("7")], 2, SAMPLING, 4, 4)
-    found = members(job)
+    found = list(members(job))
     assert [one.sample_id for one in found] == [
         "train/4/7/0", "train/4/7/1", "train/4/8/0", "train/4/8/1", "train/4/7~1/0", "train/4/7~1/1",
     ]  # fmt: skip

@@ -15,6 +15,7 @@ import pytest
 
 from streamrl_jax.control.core import PROBE_PRIORITY
 from streamrl_jax.control.faults import ControlError, InstanceLost, RewardError
+from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job, engine_priority
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.outbox import Outbox
@@ -64,7 +65,9 @@ ROOMS = [Room("a", 3, 8, 0)]
 def work(max_attempts: int = 3) -> Work:
     """Without rewards: what would compute one is closed unstarted."""
     rewards = RewardWorkers(lambda *_: RewardResult(0.0), decode, 1.0, 1)
-    return Work(LIFE, rewards, HeldQueue(), max_attempts, lambda coroutine, name: coroutine.close())
+    return Work(
+        LIFE, rewards, HeldQueue(), max_attempts, Intake(1000), lambda coroutine, name: coroutine.close()
+    )
 
 
 def train(n: int = 2, **rest: Any) -> Job:
@@ -189,6 +192,7 @@ def run_rewards(
 
     async def main() -> object:
         workers.start()
+        workers.attach()
         return await scenario(workers)
 
     try:
@@ -197,13 +201,21 @@ def run_rewards(
         workers.close(1.0)
 
 
+async def one_reward(workers: RewardWorkers) -> RewardResult:
+    done: asyncio.Future[RewardResult | BaseException] = asyncio.get_running_loop().create_future()
+    workers.order(PROMPT, generation(), done.set_result)
+    if isinstance(outcome := await done, BaseException):
+        raise outcome
+    return outcome
+
+
 def test_reward_gets_prompt_text_and_generation() -> None:
     def score(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
         return RewardResult(
             float(text.startswith(prompt.columns["answer"])), {"length": len(answer.token_ids)}
         )
 
-    result = run_rewards(score, lambda workers: workers.reward(PROMPT, generation()))
+    result = run_rewards(score, lambda workers: one_reward(workers))
     assert result == RewardResult(1.0, {"length": 2})
 
 
@@ -215,7 +227,7 @@ def test_calls_run_beside_each_other_and_beside_the_loop() -> None:
         return RewardResult(0.0, {})
 
     async def both(workers: RewardWorkers) -> object:
-        return await asyncio.gather(*(workers.reward(PROMPT, generation()) for _ in range(2)))
+        return await asyncio.gather(*(one_reward(workers) for _ in range(2)))
 
     assert len(run_rewards(meet, both)) == 2  # pyright: ignore[reportArgumentType]
 
@@ -225,7 +237,7 @@ def test_reward_that_raises_names_sample_prompt_answer_and_line() -> None:
         raise KeyError("ground_truth")
 
     with pytest.raises(RewardError) as caught:
-        run_rewards(broken, lambda workers: workers.reward(PROMPT, generation()))
+        run_rewards(broken, lambda workers: one_reward(workers))
     message = str(caught.value)
     for part in (
         "reward function raised KeyError", "train/3/17/0", "prompt 17", "'42'", "in broken", "ground_truth",
@@ -235,9 +247,7 @@ def test_reward_that_raises_names_sample_prompt_answer_and_line() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_goes_to_the_trainer_as_it_is(value: float) -> None:
-    result = run_rewards(
-        lambda *_: RewardResult(value, {}), lambda workers: workers.reward(PROMPT, generation())
-    )
+    result = run_rewards(lambda *_: RewardResult(value, {}), lambda workers: one_reward(workers))
     assert isinstance(result, RewardResult) and repr(result.score) == repr(value)
 
 
@@ -249,7 +259,7 @@ def test_reward_that_hangs_is_named_and_does_not_keep_anything_waiting() -> None
         return RewardResult(0.0, {})
 
     async def watch(workers: RewardWorkers) -> object:
-        task = asyncio.create_task(workers.reward(PROMPT, generation()))
+        task = asyncio.create_task(one_reward(workers))
         for _ in range(100):
             await asyncio.sleep(0.02)
             workers.check()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax.control.faults import InstanceLost
+from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.partials import ending, extend, resumable
@@ -35,7 +36,7 @@ PROMPT = Prompt("17", np.asarray([1], np.int32), {"answer": "4"})
 def work() -> Work:
     """Without rewards: what would compute one is closed unstarted."""
     rewards = RewardWorkers(lambda *_: RewardResult(0.0), str, 1.0, 1)
-    return Work(LIFE, rewards, HeldQueue(), 3, lambda coroutine, name: coroutine.close())
+    return Work(LIFE, rewards, HeldQueue(), 3, Intake(1000), lambda coroutine, name: coroutine.close())
 
 
 def train(n: int) -> Job:
