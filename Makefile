@@ -2,10 +2,10 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env demo smollm test test-fast test-engine lint format types proto docs clean
+.PHONY: help env demo smollm test test-fast test-chaos test-engine lint format types proto docs clean
 
 BIN := .venv/bin
-PROTO := streamrl_jax/proto/streamrl.proto
+PROTO := $(wildcard streamrl_jax/proto/*.proto)
 # Processes of the fast tests, and further arguments: make test-fast PYTEST_ARGS="-k loss"
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -27,11 +27,14 @@ smollm: env ## prepare SmolLM2-135M-Instruct and run three iterations with it
 	@$(BIN)/python -m streamrl_jax.tasks.smollm --out models/smollm2-135m-instruct
 	@$(BIN)/streamrl train configs/smollm2_135m_cpu.toml --run-dir runs/smollm-$$(date +%Y%m%d-%H%M%S)
 
-test: lint types test-fast test-engine ## everything: lint, types, both test suites (about 25 minutes on 2 cores)
+test: lint types test-fast test-chaos test-engine ## everything: lint, types, all test suites (about 28 minutes on 2 cores)
 	@echo "== make test: all passed"
 
 test-fast: env ## the inner loop: tests without vLLM (4 minutes; 8 with cold compilation caches)
 	$(call step,fast tests,$(BIN)/pytest -q tests/fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
+
+test-chaos: env ## faults against real services in real processes (under 3 minutes)
+	$(call step,chaos tests,$(BIN)/pytest -q tests/chaos -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
 
 test-engine: env ## the tests on real vLLM engines
 	$(call step,engine tests,$(BIN)/pytest -q tests/engine $(PYTEST_ARGS))
@@ -46,7 +49,7 @@ format: env ## let ruff fix and format
 types: env ## basedpyright
 	$(call step,basedpyright,$(BIN)/basedpyright)
 
-proto: env ## regenerate the gRPC stubs from streamrl.proto
+proto: env ## regenerate the gRPC stubs from the files in streamrl_jax/proto
 	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
 
 docs: env ## regenerate docs/config.md and docs/metrics.md from the code

@@ -2,21 +2,29 @@
 
 Like the real one it spawns a process of its own (a stand-in for EngineCore), whose id goes into ``<address
 file>.core``. ``engine.model`` of the spec says how it behaves: "" well, "deaf" (SIGTERM is ignored),
-"broken" (ends at once); a checkpoint's directory: it answers with that policy, in NumPy.
+"broken" (ends at once); a checkpoint's directory: it answers with that policy, in NumPy; a JSON object: it counts
+at that pace (`counting`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl_jax.gen.parentage import be_parent, die_with_spawner, in_lasting_thread
+
+if TYPE_CHECKING:
+    from streamrl_jax.gen.options import InstanceSpec
+    from tests.fakes import FakeEngine
 
 if __name__ == "__mp_main__":
     die_with_spawner()
@@ -30,7 +38,27 @@ def core() -> int:
     return process.pid
 
 
+def counting(spec: InstanceSpec) -> FakeEngine:
+    """An engine at the pace that the spec's model gives as JSON.
+
+    ``tokens_per_s`` of one answer; lengths from ``shortest`` to ``longest``, which follow from the prompt;
+    ``largest_file``: bytes, as on a disk with no room for more.
+    """
+    from tests.fakes import FakeEngine
+
+    how = json.loads(spec.engine.model)
+    if (largest := how.get("largest_file")) is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    shortest, longest = how.get("shortest", 5), how.get("longest", 5)
+    return FakeEngine(
+        slots=spec.engine.max_num_seqs,
+        tokens_per_s=how.get("tokens_per_s", 1000.0),
+        length=lambda asked: shortest + int(asked.prompt_ids.sum()) * 7919 % (longest - shortest + 1),
+    )
+
+
 def main() -> None:
+    from streamrl_jax.errors import USER_ERROR_EXIT_CODE, UserError
     from streamrl_jax.gen.options import read_spec
     from streamrl_jax.gen.serve import serve
     from tests.fakes import FakeEngine
@@ -49,7 +77,10 @@ def main() -> None:
     slots = spec.engine.max_num_seqs
 
     async def run() -> int:
-        engine = PolicyEngine.of(model, slots=slots) if policy else FakeEngine()
+        if spec.engine.model.startswith("{"):
+            engine = counting(spec)
+        else:
+            engine = PolicyEngine.of(model, slots=slots) if policy else FakeEngine()
         served = asyncio.create_task(serve(spec, engine))
         while spec.engine.model == "deaf" and not Path(spec.address_file).exists():
             await asyncio.sleep(0.01)
@@ -58,7 +89,12 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return await served
 
-    os._exit(asyncio.run(run()))  # as the real one
+    try:  # as the real one
+        code = asyncio.run(run())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = USER_ERROR_EXIT_CODE
+    os._exit(code)
 
 
 if __name__ == "__main__":

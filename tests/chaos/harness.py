@@ -1,0 +1,205 @@
+"""A controller over instances that are processes of their own, whose faults are real: signals, cut wires, full disks.
+
+Every wait has a bound, and every fault a time stamp: `Scene.noticed_after` says how long the controller took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.events import ControlEvent, EventKind
+from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.gen.launch import Launcher, LocalLauncher
+from streamrl_jax.gen.options import EngineOptions, InstanceSpec
+from streamrl_jax.types import Fence, Sample
+from tests.fast.control_world import (
+    FENCE,
+    SETTINGS,
+    check_answer,
+    decode,
+    job,
+    manifest,
+    reward_by_length,
+    source,
+)
+
+LEASE_S = 2.0
+TICK_S = LEASE_S / 4  # between two judgements (`control.instance`)
+SLACK_S = 1.0  # for a busy machine, on every bound
+
+CHAOS = replace(
+    SETTINGS,
+    start_timeout_s=60,
+    lease_s=LEASE_S,
+    heartbeat_interval_s=0.1,
+    max_restarts=20,
+    update_timeout_s=20,
+)
+PACE: Mapping[str, Any] = {"tokens_per_s": 200.0, "shortest": 5, "longest": 30}
+
+
+def specs(names: Iterable[str], paces: Mapping[str, Mapping[str, Any]] | None = None) -> list[InstanceSpec]:
+    """Counting instances of four slots; ``paces`` says which of them behave otherwise than `PACE`."""
+    return [
+        InstanceSpec(
+            name,
+            EngineOptions(json.dumps({**PACE, **(paces or {}).get(name, {})}), 512, max_num_seqs=4),
+            lookahead=2,
+        )
+        for name in names
+    ]
+
+
+def local(
+    run_dir: Path, names: Iterable[str], paces: Mapping[str, Mapping[str, Any]] | None = None
+) -> LocalLauncher:
+    """Starts them as the main job does."""
+    return LocalLauncher(specs(names, paces), run_dir, module="tests.fake_instance", grace_s=0.5)
+
+
+def pid_of(run_dir: Path, name: str) -> int:
+    """The instance's process; its guard is another."""
+    return json.loads((run_dir / "instances" / f"{name}.address").read_text())["pid"]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Guards and instances of a run: they name its directory."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "status"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE
+        and any(str(run_dir) in part for part in process.info["cmdline"] or ())
+    ]
+
+
+@dataclass(eq=False)
+class Scene:
+    """A started controller, what it told and when, and the samples that were taken from it."""
+
+    controller: Controller
+    told: list[tuple[float, ControlEvent]]
+    run_dir: Path
+    samples: list[Sample] = field(default_factory=list)
+    submitted: int = 0
+
+    def submit(self, iteration: int, prompts: int, n: int = 4, **rest: Any) -> str:
+        """A training job of ``prompts * n`` samples; returns its id."""
+        self.submitted += prompts * n
+        asked = job(iteration, prompts, n, min_version=0, **rest)
+        self.controller.submit(asked)
+        return asked.job_id
+
+    def take(self, job_id: str, at: Mapping[int, Callable[[], object]] | None = None) -> list[Sample]:
+        """All of a job's samples; ``at`` says what happens when so many of them are here."""
+        taken: list[Sample] = []
+        for sample in self.controller.samples(job_id, 30):
+            check_answer(sample.prompt, sample.generation)
+            taken.append(sample)
+            if at and (fault := at.get(len(taken))):
+                fault()
+        self.samples += taken
+        return taken
+
+    def signal(self, name: str, number: signal.Signals) -> float:
+        """Sends a signal to an instance's process; returns when."""
+        os.kill(pid_of(self.run_dir, name), number)
+        return time.monotonic()
+
+    def seen(
+        self, kind: EventKind, instance: str = "", since: float = 0.0
+    ) -> list[tuple[float, ControlEvent]]:
+        """Events of a kind, with their times."""
+        return [
+            (when, event)
+            for when, event in list(self.told)
+            if event.kind is kind and instance in ("", event.instance) and when >= since
+        ]
+
+    def wait_for(self, what: Callable[[], object], timeout_s: float = 20.0) -> None:
+        """Polls until ``what`` is true."""
+        end = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < end, f"not within {timeout_s} s; {self.told[-5:]}"
+            time.sleep(0.01)
+
+    def noticed_after(self, instance: str, fault_s: float) -> tuple[float, str]:
+        """How long after a fault the instance was taken for dead, and why."""
+        self.wait_for(lambda: self.seen(EventKind.LOST, instance, fault_s))
+        when, event = self.seen(EventKind.LOST, instance, fault_s)[0]
+        return when - fault_s, event.text
+
+    def adds_up(self) -> Mapping[str, int]:
+        """Every sample that was submitted was taken, once, and the totals say so (`Ledger.check`)."""
+        times = Counter(sample.sample_id for sample in self.samples)
+        assert len(times) == self.submitted and set(times.values()) == {1}
+        counts = self.controller.counters()
+        assert counts["opened"] == counts["delivered"] == counts["finished"] == self.submitted
+        assert counts["cancelled"] == 0
+        assert counts["dispatched"] == counts["finished"] + counts["taken_back"]
+        assert counts["redispatched"] == counts["taken_back"]
+        assert counts["redispatched"] == sum(event.count for _, event in self.seen(EventKind.REDISPATCH))
+        self.wait_for(lambda: set(self.controller.sizes().values()) == {0})
+        return counts
+
+
+@contextmanager
+def scene(
+    launcher: Launcher,
+    run_dir: Path,
+    settings: ControlSettings = CHAOS,
+    fence: Fence = FENCE,
+    wait: bool = True,
+) -> Iterator[Scene]:
+    """A controller at version 0 on all instances; ended afterwards, and nothing that it started is left."""
+    told: list[tuple[float, ControlEvent]] = []
+    controller = Controller(
+        settings,
+        fence,
+        launcher,
+        reward_by_length,
+        decode,
+        lambda event: told.append((time.monotonic(), event)),
+    )
+    try:
+        controller.start()
+        if wait:
+            controller.wait_ready(60)
+            controller.publish(manifest(0, fence), source(0)).result(20)
+        yield Scene(controller, told, run_dir)
+    finally:
+        controller.close()
+    if isinstance(launcher, LocalLauncher):
+        assert processes_of(run_dir) == []
+
+
+@contextmanager
+def endpoints(run_dir: Path, names: Sequence[str], **pace: Any) -> Iterator[dict[str, str]]:
+    """Instances that a user started by hand, which outlive controllers; their addresses by name."""
+    with started(local(run_dir, names, dict.fromkeys(names, pace))) as found:
+        yield found
+
+
+@contextmanager
+def started(launcher: LocalLauncher) -> Iterator[dict[str, str]]:
+    """Runs a launcher's instances for as long as the block lasts."""
+    from tests.chaos.proxies import LoopThread
+
+    with LoopThread("by hand") as hand:
+        running = {name: hand.call(launcher.start(name)) for name in launcher.names}
+        try:
+            yield {name: instance.address for name, instance in running.items()}
+        finally:
+            for instance in running.values():
+                hand.call(instance.stop())
