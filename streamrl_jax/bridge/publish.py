@@ -15,16 +15,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from streamrl_jax.bridge import names
 from streamrl_jax.bridge.manifest import DTYPES, Target, lay_out
@@ -141,13 +142,26 @@ def convert(params: Any, pieces: Sequence[Piece], dtype: str) -> list[jax.Array]
     Returns:
         One new array a piece; of experts, stacked. None shares a buffer with the parameters, which may be donated
         afterwards: what `jit` returns is its own, also where nothing had to be computed (float32 masters shipped as
-        float32).
+        float32). Where the mesh spans several processes, which then all call this, each device holds them whole.
     """
     layers = np.array([piece.layer or 0 for piece in pieces], np.int32)
-    return _convert(params, layers, tuple(piece.entry for piece in pieces), dtype)
+    program = _converter(_gathered(names.leaf_at(params, pieces[0].entry.path)))
+    return program(params, layers, tuple(piece.entry for piece in pieces), dtype)
 
 
-@partial(jax.jit, static_argnames=("entries", "dtype"))
+def _gathered(leaf: jax.Array) -> NamedSharding | None:
+    """Where converted pieces lie: whole on each device, if a parameter is spread over several processes."""
+    if leaf.is_fully_addressable:
+        return None
+    assert isinstance(leaf.sharding, NamedSharding)
+    return NamedSharding(leaf.sharding.mesh, PartitionSpec())
+
+
+@cache
+def _converter(gathered: NamedSharding | None) -> Callable[..., list[jax.Array]]:
+    return jax.jit(_convert, static_argnames=("entries", "dtype"), out_shardings=gathered)
+
+
 def _convert(params: Any, layers: jax.Array, entries: tuple[names.Entry, ...], dtype: str) -> list[jax.Array]:
     converted: list[jax.Array] = []
     for index, entry in enumerate(entries):
@@ -162,7 +176,7 @@ def _convert(params: Any, layers: jax.Array, entries: tuple[names.Entry, ...], d
 
 
 def bytes_per_device(params: Any, pieces: Sequence[Piece], dtype: str) -> int:
-    """Bytes that converted pieces take on one device: they are spread as the parameters are.
+    """Bytes that converted pieces take on one device: they are spread as the parameters are, over one process.
 
     Args:
         params: as for ``convert``.
@@ -176,7 +190,7 @@ def bytes_per_device(params: Any, pieces: Sequence[Piece], dtype: str) -> int:
     for piece in pieces:
         leaf: jax.Array = names.leaf_at(params, piece.entry.path)
         shards = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
-        total += -(-piece.nbytes(dtype) // shards)
+        total += -(-piece.nbytes(dtype) // (1 if _gathered(leaf) else shards))
     return total
 
 

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
-
 from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.errors import UserError
@@ -91,8 +89,7 @@ class AgreementGate:
         micros = pack_all(answers, trainer.shape)
         params = trainer.state.actor.params
         scored = [
-            (micro, jax.device_get(self._steps.score(params, self._steps.place(micro.rows))))
-            for micro in micros
+            (micro, self._steps.score_to_host(params, self._steps.place(micro.rows))) for micro in micros
         ]
         self._probed = compare(scored, version)
 

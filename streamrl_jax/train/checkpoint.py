@@ -13,6 +13,7 @@ it can read this.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -32,6 +34,7 @@ import orbax.checkpoint as ocp
 from streamrl_jax.errors import UserError
 from streamrl_jax.train import seal
 from streamrl_jax.train.checkpoint_meta import Frontier, Meta, meta_from_json, outdated
+from streamrl_jax.train.processes import barrier
 
 __all__ = ["Checkpointer", "Frontier", "Meta"]
 
@@ -50,6 +53,10 @@ class Checkpointer:
     ``close`` at the end, which raise what went wrong in the background (so does the next ``save``). Reading
     changes nothing in the directory, so that an export may read what a run is still writing.
 
+    Several trainer processes share the directory, and each calls ``save``, ``wait``, ``restore`` and ``restore_part``
+    with the same arguments: each writes and reads the parts of its own devices. The first one alone tidies up, seals
+    and removes, and what it chose the others ``trust``.
+
     Invariants: what ``latest`` and ``restore`` choose is whole, byte for byte. A state may be donated as soon
     as ``save`` has returned. A save that fails leaves the older checkpoints as they were.
 
@@ -67,15 +74,19 @@ class Checkpointer:
         self._keep = keep
         self._best_metric_name = best_metric_name
         self._timeout_s = timeout_s
-        handler = ocp.CompositeCheckpointHandler(
-            state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler()
-        )
-        self._orbax = ocp.AsyncCheckpointer(handler, timeout_secs=math.ceil(timeout_s))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: tuple[Path, Future[None]] | None = None
         self._prepared = False
         self._examined: dict[int, list[str]] = {}
         self._metrics: dict[int, Mapping[str, float]] = {}
+
+    @cached_property
+    def _orbax(self) -> ocp.AsyncCheckpointer:
+        """Made when it is first used: it touches JAX's devices, and before that processes must have met."""
+        handler = ocp.CompositeCheckpointHandler(
+            state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler()
+        )
+        return ocp.AsyncCheckpointer(handler, timeout_secs=math.ceil(self._timeout_s))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -99,11 +110,13 @@ class Checkpointer:
                 save).
         """
         self.wait()
-        if not self._prepared:
-            self._prepare()
         path = self._path(step)
-        if path.exists() and jax.process_index() == 0:
-            self._make_way(step)
+        if jax.process_index() == 0:
+            if not self._prepared:
+                self._prepare()
+            if path.exists():
+                self._make_way(step)
+        barrier(f"the room for checkpoint {step}")
         meta = replace(meta, metrics={**meta.metrics, **(metrics or {})})
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(asdict(meta)))
         with self._disk_full_explained(step):
@@ -135,7 +148,8 @@ class Checkpointer:
             self.wait()
         finally:
             self._thread.shutdown(wait=False)
-            self._orbax.close()
+            if "_orbax" in self.__dict__:
+                self._orbax.close()
 
     def steps(self) -> tuple[int, ...]:
         """Numbers of the completed checkpoints, oldest first; their bytes are not read."""
@@ -152,6 +166,10 @@ class Checkpointer:
                 return step
             log.warning("%s is passed over: %s", self._path(step), _listed(wrong))
         return None
+
+    def trust(self, step: int) -> None:
+        """Takes a checkpoint for whole: another process of this run has compared every byte of it."""
+        self._examined[step] = []
 
     def read_meta(self, step: int | None = None) -> Meta:
         """What goes with a checkpoint.
@@ -262,9 +280,8 @@ class Checkpointer:
         return step
 
     def _read_meta(self, step: int) -> Meta:
-        path = self._path(step)
-        restored = self._orbax.restore(path, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        return meta_from_json(restored.meta, f"{path}/meta")
+        path = self._path(step) / "meta" / "metadata"  # as `JsonCheckpointHandler` names it
+        return meta_from_json(json.loads(path.read_bytes()), str(path))
 
     def _restore(self, step: int, abstract: Any, path: tuple[str, ...]) -> Any:
         items = self._orbax.metadata(self._path(step)).item_metadata
@@ -288,7 +305,7 @@ class Checkpointer:
     def _prepare(self) -> None:
         """Before the first save: removes what a killed process left half done, and reads the metrics."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.iterdir() if jax.process_index() == 0 else ():
+        for path in self._directory.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 log.warning("%s was left half done and is removed", path)
                 shutil.rmtree(path)

@@ -20,6 +20,7 @@ import numpy as np
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.train.hf_directory import INDEX_FILE, SINGLE_FILE, map_tensors_of, read_arch
+from streamrl_jax.train.mesh import put
 from streamrl_jax.train.models import Arch, Model, Params
 from streamrl_jax.train.tensorfile import write_tensors
 
@@ -42,8 +43,8 @@ _COMPANIONS: Final = (
 def load_params(directory: Path, model: Model) -> Params:
     """Loads a checkpoint's parameters onto the model's mesh.
 
-    Each device reads its own part through a memory map; the host never holds more than the parts of one
-    parameter.
+    Each device reads its own part through a memory map, so that a process reads only what its devices hold; the host
+    never holds more than the parts of one parameter.
 
     Args:
         directory: A checkpoint directory: `model.safetensors`, or shards with an index; float32, float16,
@@ -67,7 +68,7 @@ def load_params(directory: Path, model: Model) -> Params:
         names.place(params, entry.path, _sharded(struct, parts))
     if model.head == "value" and not model.arch.head_bias:
         bias = template["value_head"]["bias"]
-        params["value_head"]["bias"] = jax.device_put(np.zeros(bias.shape, bias.dtype), bias.sharding)
+        params["value_head"]["bias"] = put(np.zeros(bias.shape, bias.dtype), bias.sharding)
     return params
 
 

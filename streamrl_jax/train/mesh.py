@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import Final
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from streamrl_jax.train.shapes import fill_axes
 
-# Order matters: neighbouring devices differ in the last axis, so `tensor`, which talks the most, is
-# innermost. Axes that cross hosts (`dcn_*`) will multiply into these when the mesh is built; the names here stay.
+# Order matters: neighbouring devices differ in the last axis, so `tensor`, which talks the most, is innermost.
 MESH_AXES: Final[tuple[str, ...]] = ("data", "fsdp", "tensor")
 
 RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -46,6 +46,10 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm] (an alias at run time)
 ) -> Mesh:
     """Builds the trainer's mesh.
+
+    Devices are taken process by process, and the last axis changes first. So with several trainer processes `data` is
+    the axis that crosses them, once a step for the gradients, as long as fsdp x tensor divides the devices of a
+    process; where it is more than a process has, `fsdp` crosses too, and `tensor` only where it alone is more.
 
     Args:
         data: Devices along the axis that holds whole copies of the parameters; -1 fills up.
@@ -123,6 +127,19 @@ def batch_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of a scalar or of anything that lies whole on each device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put(value: np.ndarray | np.generic, sharding: Sharding) -> jax.Array:
+    """Copies a host array to the devices, each process the parts of its own.
+
+    `jax.device_put` would compare the array between the processes first, by a collective that nobody sees.
+
+    Args:
+        value: The whole array, the same in every process.
+        sharding: Where it shall lie.
+    """
+    array = np.asarray(value)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

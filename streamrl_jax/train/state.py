@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from streamrl_jax.train.aggregate import Count, Size
 from streamrl_jax.train.batcher import HostRows, Rows
-from streamrl_jax.train.mesh import batch_sharding, replicated
+from streamrl_jax.train.mesh import batch_sharding, put, replicated
 from streamrl_jax.train.models import Model, Params
 from streamrl_jax.train.moments import Moments
 from streamrl_jax.train.optim import Optimizer
@@ -105,8 +105,13 @@ def init_network(optimizer: Optimizer, params: Params, abstract: Network) -> Net
 
 
 def place(rows: HostRows, mesh: Mesh) -> DeviceRows:
-    """Copies rows to the devices that work on them."""
-    return jax.tree.map(lambda array: jax.device_put(array, batch_sharding(mesh)), rows)
+    """Copies rows to the devices that work on them; each process those of its own devices."""
+    return jax.tree.map(lambda array: put(array, batch_sharding(mesh)), rows)
+
+
+def place_whole(tree: Any, mesh: Mesh) -> Any:
+    """Copies a tree of float32 or int32 scalars to every device."""
+    return jax.tree.map(lambda leaf: put(leaf, replicated(mesh)), tree)
 
 
 def shardings(tree: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
@@ -41,6 +42,7 @@ from streamrl_jax.train.state import (
     init_network,
     initial_scalars,
     place,
+    place_whole,
     shardings,
     take_step,
     zeros,
@@ -127,6 +129,7 @@ class Steps:
             out_shardings=(actor_sum, whole, whole),
             donate_argnums=1,
         )
+        self._whole = jax.jit(lambda array: array, out_shardings=whole)
         self._finite = jax.jit(self._finite_body, in_shardings=(sums,), out_shardings=whole)
         self._zeros = jax.jit(self._zeros_body, out_shardings=sums)
         self._apply = jax.jit(
@@ -152,7 +155,7 @@ class Steps:
         """
         critic = self.init_critic(actor_params, critic_params)
         actor = init_network(self._actor_optimizer, actor_params, self._abstract.actor)
-        return TrainState(actor, critic, *jax.device_put(initial_scalars(), replicated(self.mesh)))
+        return TrainState(actor, critic, *place_whole(initial_scalars(), self.mesh))
 
     def init_critic(self, actor_params: Params, critic_params: Params | None = None) -> Network | None:
         """A critic at its beginning; None where the configuration has none. Arguments as `init_state`'s."""
@@ -174,6 +177,10 @@ class Steps:
     def score(self, params: Params, rows: DeviceRows) -> Float[Array, "rows len"]:
         """Log-probs under policy or reference, at the sampling temperature; 0 where no state precedes."""
         return self._score(params, rows)
+
+    def score_to_host(self, params: Params, rows: DeviceRows) -> Float[np.ndarray, "rows len"]:
+        """`score`, all rows of it in every process."""
+        return jax.device_get(self._whole(self._score(params, rows)))
 
     def estimate(
         self,
@@ -258,7 +265,7 @@ class Steps:
             actor_sum, critic_sum = self.zero_gradients()
             rows = self.place(empty_rows(each.rows, each.row_len))
             if self.cfg.trainer.max_staleness:  # `AgreementGate.probe` will score
-                jax.block_until_ready(self.score(state.actor.params, rows))
+                self.score_to_host(state.actor.params, rows)
             known = None if reference is None else self.score(reference, rows)
             start = self.score(state.actor.params, rows) if self.cfg.scores_first else None
             if state.critic is None or critic_sum is None:

@@ -18,7 +18,7 @@ from streamrl_jax.train.agreement import Comparison, compare
 from streamrl_jax.train.answer import Answer, Shaping, check_vocabulary, sampled_answer
 from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
 from streamrl_jax.train.groups import Groups, draw_mini_batches
-from streamrl_jax.train.mesh import batch_shards, replicated
+from streamrl_jax.train.mesh import batch_shards
 from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments, faded, merge
 from streamrl_jax.train.objective import Prepared, Tally
@@ -32,7 +32,7 @@ from streamrl_jax.train.report import (
     update_metrics,
 )
 from streamrl_jax.train.shapes import BatchShape, plan_rl_shape
-from streamrl_jax.train.state import TrainState
+from streamrl_jax.train.state import TrainState, place_whole
 from streamrl_jax.train.step import Accumulators, Steps, UpdateReport
 from streamrl_jax.types import Sample
 
@@ -384,5 +384,5 @@ class Trainer:
             return
         past = jax.device_get(self.state.advantages)
         statistics = merge([faded(past, _WHITENING_MEMORY), new])
-        placed = jax.device_put(jax.tree.map(np.float32, statistics), replicated(self._steps.mesh))
+        placed = place_whole(jax.tree.map(np.float32, statistics), self._steps.mesh)
         self.state = replace(self.state, advantages=placed)
