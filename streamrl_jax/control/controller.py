@@ -6,17 +6,22 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
+from streamrl_jax.control.codec import job_digest, probe_digest
 from streamrl_jax.control.core import TICK_S, ControllerCore
 from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.handover import Handover
+from streamrl_jax.control.inbox import Inbox
 from streamrl_jax.control.jobs import Job
-from streamrl_jax.control.outbox import Outbox
+from streamrl_jax.control.plan import Step
 from streamrl_jax.control.queue import Place
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.settings import ControlSettings
@@ -31,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ASK_S = 30.0  # bound on a question to the loop, which answers at once unless it is stuck
+_WINDOW = 64  # samples that are given ahead where there are several readers: a stop comes behind them
 
 
 class Controller:
@@ -67,13 +73,24 @@ class Controller:
         self._rewards = RewardWorkers(reward, decode, settings.reward_timeout_s, settings.reward_workers)
         self._core = ControllerCore(settings, fence, launcher, self._rewards, on_event, access, place)
         self._core.when_failed(lambda error: self._failed.set())
-        self._outboxes: dict[str, Outbox] = {}
+        self._inboxes: dict[str, Inbox] = {}
+        self._reports: dict[str, Callable[[int, bool], None]] = {}
         self._failed = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._closed = False
 
     # ---------------------------------------------------------------- the trainer's calls
+
+    @property
+    def reader(self) -> int:
+        """The controller lives in the leader's process."""
+        return 0
+
+    @property
+    def world(self) -> int:
+        """How many trainer processes the run has."""
+        return self._settings.readers
 
     def start(self) -> None:
         """Starts the instances and returns at once."""
@@ -93,15 +110,10 @@ class Controller:
         """
         end = time.monotonic() + timeout_s
         while True:
-            self._core.check()
-            loaded, wanted = self._ask(lambda: (self._core.pool.loaded(), self._core.pool.wanted()))
-            if loaded >= (wanted if at_least is None else at_least):
+            if self._ask(lambda: self._core.ready(at_least)):
                 return
             if time.monotonic() > end:
-                raise ControlError(
-                    f"{loaded} of {wanted} instances were ready within {timeout_s:g} s: "
-                    f"{self._ask(self._core.pool.situation)}"
-                )
+                raise ControlError(self._ask(lambda: self._core.not_ready(timeout_s)))
             self._failed.wait(0.1)
 
     def publish(
@@ -134,11 +146,12 @@ class Controller:
         Raises:
             ControlError: that other job is unknown (or done).
         """
-        if into:
-            outbox = self._outbox(into)
-            self._ask(lambda: self._core.submit(job, outbox))
+        inbox = self._inbox(into) if into else None
+        self._ask(lambda: self._core.submit(job, into, self.reader, self._digest(job, into)))
+        if inbox is not None:
+            inbox.grow(job.size)
         else:
-            self._outboxes[job.job_id] = self._ask(lambda: self._core.submit(job))
+            self._open(job.job_id, job.size)
 
     def samples(self, job_id: str, timeout_s: float) -> Iterator[Sample]:
         """Yields each of a job's samples once, in the order of arrival.
@@ -151,9 +164,10 @@ class Controller:
             ControlError: none came in time, or the job is unknown (or done).
             Exception: whatever ended the run on the controller's side.
         """
-        outbox = self._outbox(job_id)
-        yield from outbox.drain(timeout_s, self._taken, lambda: self._ask(self._core.pool.situation))
-        self._outboxes.pop(job_id, None)
+        inbox, report = self._inbox(job_id), self._reports[job_id]
+        yield from inbox.drain(timeout_s, report, lambda: self._ask(self._core.pool.situation))
+        self._inboxes.pop(job_id, None)
+        self._reports.pop(job_id, None)
 
     def probe(self, version: int, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[str, ...]:
         """Asks every instance that serves ``version`` to answer the same prompts, before all other work.
@@ -169,10 +183,25 @@ class Controller:
         Returns:
             One job id per instance, for ``samples``. Probes are not rewarded.
         """
-        jobs = self._ask(lambda: self._core.probes(version, prompts, sampling))
-        for job in jobs:
-            self.submit(job)
-        return tuple(job.job_id for job in jobs)
+        digest = probe_digest(version, prompts, sampling) if self.world > 1 else b""
+        jobs = self._ask(lambda: self._core.probe(version, prompts, sampling, self.reader, digest))
+        for job_id in jobs:
+            self._open(job_id, len(prompts))
+        return jobs
+
+    def acknowledge(self, step: Step) -> None:
+        """Waits until every trainer process is about to enter the same collective; at once where there is one.
+
+        Raises:
+            ControlError: another reader enters something else, or does not come within ``control.plan_timeout_s``.
+        """
+        if self.world > 1:
+            going = asyncio.run_coroutine_threadsafe(self._core.acknowledge(self.reader, step), self._loop)
+            going.result(self._settings.plan_timeout_s + _ASK_S)
+
+    def stop(self, reason: str) -> None:
+        """Has ``samples`` (or ``wait_ready``) raise `StopRequested`, at one place for all readers. Returns at once."""
+        self._loop.call_soon_threadsafe(self._core.stop, reason)
 
     def pool(self) -> tuple[InstanceView, ...]:
         """How each instance stands."""
@@ -219,15 +248,23 @@ class Controller:
         finally:
             self._loop.close()
 
-    def _taken(self, sample: Sample) -> None:
-        self._loop.call_soon_threadsafe(self._core.delivered, sample)
-
     # ---------------------------------------------------------------- from the trainer's threads
 
-    def _outbox(self, job_id: str) -> Outbox:
-        if (outbox := self._outboxes.get(job_id)) is None:
+    def _open(self, job_id: str, size: int) -> None:
+        inbox = Inbox(job_id, size)
+        window = _WINDOW if self.world > 1 else sys.maxsize
+        reading = self._ask(lambda: self._core.read(job_id, self.reader, 0, window, inbox.put))
+        taken = Handover[tuple[int, bool]](self._loop, lambda told: reading.taken(*told))
+        self._inboxes[job_id] = inbox
+        self._reports[job_id] = partial(_report, taken)
+
+    def _inbox(self, job_id: str) -> Inbox:
+        if (inbox := self._inboxes.get(job_id)) is None:
             raise ControlError(f"job {job_id} was not submitted, or all its samples were taken")
-        return outbox
+        return inbox
+
+    def _digest(self, job: Job, into: str) -> bytes:
+        return job_digest(job, into) if self.world > 1 else b""
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Runs a function on the loop and returns what it returns."""
@@ -250,3 +287,8 @@ class Controller:
             if not self._thread.is_alive() and not answer.done():
                 raise ControlError("the controller was closed")
         raise ControlError(f"the controller's loop did not answer within {_ASK_S:g} s")
+
+
+def _report(taken: Handover[tuple[int, bool]], position: int, waits: bool) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: what it left in the inbox is told as it is
+        taken.put((position, waits))

@@ -17,15 +17,19 @@ from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job
-from streamrl_jax.control.outbox import Outbox
+from streamrl_jax.control.once import Once
+from streamrl_jax.control.outbox import Delivery, Outbox, Reading
+from streamrl_jax.control.plan import Step
 from streamrl_jax.control.pool import Pool
 from streamrl_jax.control.queue import HeldQueue, Place
+from streamrl_jax.control.readers import Readers
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Publication
 from streamrl_jax.control.work import Work
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
+from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.types import Fence, Prompt, Sample, Sampling, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -73,7 +77,14 @@ class ControllerCore:
         intake = Intake(settings.max_buffered_samples)
         self.work = Work(fence, rewards, HeldQueue(place), settings.max_attempts, intake, self.spawn)
         self.pool = Pool(fence, settings, launcher, access, self.work, self.spawn, on_event)
+        self.stopped = ""
+        """Why the run was asked to stop; empty: it was not."""
+        self.readers = Readers(settings.readers, settings.reader_lease_s, settings.plan_timeout_s)
         self._rewards = rewards
+        self._once = Once(settings.readers)
+        self._ways: dict[str, Outbox] = {}
+        self._probes: list[Job] = []
+        self._told_ready = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._when_failed: list[Callable[[BaseException], None]] = []
 
@@ -108,8 +119,10 @@ class ControllerCore:
         if self.failure is not None:
             return
         self.failure = error
-        self.work.fail(error)
         self.pool.fail(error)
+        self.readers.fail(error)
+        for outbox in self._ways.values():
+            outbox.fail(error)
         for told in self._when_failed:
             told(error)
 
@@ -126,33 +139,113 @@ class ControllerCore:
 
     # ---------------------------------------------------------------- work
 
-    def submit(self, job: Job, outbox: Outbox | None = None) -> Outbox:
-        """Queues a job and hands out what there is room for.
+    def submit(self, job: Job, into: str = "", reader: int = 0, digest: bytes = b"") -> None:
+        """Queues a job and hands out what there is room for. The submissions of all readers are one.
 
         Args:
             job: what to do.
-            outbox: where its samples are to come out beside others; None: in one of their own.
+            into: another job, among whose samples these come out; empty: under the job's own id.
+            reader: who submits it.
+            digest: of all that the job holds; equal for all readers.
 
-        Returns:
-            Where they will come out.
+        Raises:
+            ControlError: the other job is unknown (or done), or another reader submitted something else.
         """
         self.check()
-        outbox = self.work.submit(job, outbox)
+        if not self._once.first(f"job {job.job_id}", reader, digest):
+            return
+        outbox = self._way(into) if into else self._open_way(job.job_id)
+        self.work.submit(job, outbox)
         self.pool.pump()
-        return outbox
+
+    def read(
+        self, job_id: str, reader: int, position: int, window: int, deliver: Callable[[Delivery], None]
+    ) -> Reading:
+        """Begins to hand a job's samples to a reader; see `control.outbox.Reading`.
+
+        Args:
+            job_id: of a submitted job.
+            reader: who reads.
+            position: where to begin.
+            window: samples that may be under way to the reader.
+            deliver: takes them, on the loop.
+
+        Raises:
+            ControlError: the job is unknown, or all its samples were taken.
+        """
+        reading = Reading(self._way(job_id), reader, position, window, deliver)
+        reading.go_on()
+        return reading
+
+    def stop(self, reason: str) -> None:
+        """Ends the order of every way out, behind what any reader was given, and of those still to come."""
+        if not self.stopped:
+            self.stopped = reason
+            for outbox in list(self._ways.values()):
+                outbox.stop(reason)
+
+    async def acknowledge(self, reader: int, step: Step) -> None:
+        """Returns when every reader is about to enter the same step of the plan; a difference ends the run.
+
+        Raises:
+            Exception: what ended the run.
+        """
+        self.check()
+        try:
+            await self.readers.acknowledge(reader, step)
+        except ControlError as error:
+            self.fail(error)
+            raise
+
+    def ready(self, at_least: int | None) -> bool:
+        """Whether so many instances are loaded (None: all).
+
+        Raises:
+            StopRequested: the run was asked to stop before any reader was told that they are.
+        """
+        self.check()
+        if self.stopped and not self._told_ready:
+            raise StopRequested(self.stopped)
+        ready = self.pool.loaded() >= (self.pool.wanted() if at_least is None else at_least)
+        self._told_ready = self._told_ready or ready
+        return ready
+
+    def not_ready(self, timeout_s: float) -> str:
+        """Says that ``ready`` did not come true within a bound, and why."""
+        return (
+            f"{self.pool.loaded()} of {self.pool.wanted()} instances were ready within {timeout_s:g} s: "
+            f"{self.pool.situation()}"
+        )
 
     def delivered(self, sample: Sample) -> None:
         """Notes that the trainer has a sample; hands out what was held up by too many that it had not."""
         if self.work.delivered(sample):
             self.pool.pump()
 
-    def probes(self, version: int, prompts: Sequence[Prompt], sampling: Sampling) -> list[Job]:
-        """One job for each instance that serves ``version``, pinned to it, before all other work."""
-        return [
-            Job(f"probe/{version}/{name}", prompts, 1, sampling, version, version, PROBE_PRIORITY, probe=True,
-                pinned=name)
-            for name in self.pool.serving(version)
-        ]  # fmt: skip
+    def probe(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        reader: int = 0,
+        digest: bytes = b"",
+    ) -> tuple[str, ...]:
+        """Submits one job for each instance that serves ``version``, pinned to it, before all other work.
+
+        Returns:
+            Their ids; for every reader those that the first one was told.
+        """
+        self.check()
+        if self._once.first(f"probe of version {version}", reader, digest):
+            self._probes = [
+                Job(f"probe/{version}/{name}", prompts, 1, sampling, version, version, PROBE_PRIORITY,
+                    probe=True, pinned=name)
+                for name in self.pool.serving(version)
+            ]  # fmt: skip
+            for job in self._probes:
+                self.work.submit(job, self._open_way(job.job_id))
+            self.pool.pump()
+        return tuple(job.job_id for job in self._probes)
 
     def publish(self, publication: Publication, done: Future[list[UpdateReport]]) -> None:
         """Brings a version to every instance; ``done`` gets a report of each."""
@@ -173,12 +266,30 @@ class ControllerCore:
 
     # ---------------------------------------------------------------- inside
 
+    def _way(self, job_id: str) -> Outbox:
+        if (outbox := self._ways.get(job_id)) is None:
+            raise ControlError(f"job {job_id} was not submitted, or all its samples were taken")
+        return outbox
+
+    def _open_way(self, job_id: str) -> Outbox:
+        outbox = Outbox(job_id, 0, self.settings.readers, self.delivered, lambda: self._close_way(job_id))
+        if self.stopped:
+            outbox.stop(self.stopped)
+        self._ways[job_id] = outbox
+        return outbox
+
+    def _close_way(self, job_id: str) -> None:
+        del self._ways[job_id]
+
     async def _tick(self) -> None:
         due = time.monotonic() + TICK_S
         while True:
             await asyncio.sleep(TICK_S)
-            if time.monotonic() - due < TICK_S:  # else this process itself was stopped: no call is to blame
+            if time.monotonic() - due < TICK_S:
                 self._rewards.check()
+                self.readers.check()
+            else:  # this process itself was stopped: nobody else is to blame
+                self.readers.forgive()
             due = time.monotonic() + TICK_S
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:

@@ -17,10 +17,10 @@ class ControlError(UserError):
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
-        self._details = details
+        self.details = details
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\n{self._details}" if self._details else super().__str__()
+        return f"{super().__str__()}\n{self.details}" if self.details else super().__str__()
 
 
 class InstanceLost(Exception):
@@ -33,11 +33,24 @@ class RewardError(UserError):
     Args:
         message: one paragraph that names sample, prompt and answer.
         cause: what the function raised; its traceback follows the paragraph when the error is printed.
+        details: that traceback, where the exception itself is in another process.
     """
 
-    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+    def __init__(self, message: str, cause: BaseException | None = None, details: str = "") -> None:
         super().__init__(message)
-        self._trace = "".join(traceback.format_exception(cause)).rstrip() if cause else ""
+        self.details = "".join(traceback.format_exception(cause)).rstrip() if cause else details
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\n{self._trace}" if self._trace else super().__str__()
+        return f"{super().__str__()}\n{self.details}" if self.details else super().__str__()
+
+
+class ControllerFault(Exception):
+    """An exception in the controller's process that is no error of the user's; its traceback is in the text.
+
+    Args:
+        message: its class and text.
+        details: its traceback there.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(f"{message}\n{details}" if details else message)

@@ -1,4 +1,4 @@
-"""The acknowledged plan: all trainer processes enter the same collectives in the same order. Pure: no clock, no sockets.
+"""The acknowledged plan: all trainer processes enter the same collectives in the same order. Pure: no clock.
 
 A collective that one process does not enter, or enters with another program, hangs all of them, and Python cannot
 interrupt it. So each process says before each one what it is about to enter, and goes when all have said the same.

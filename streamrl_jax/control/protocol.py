@@ -1,4 +1,4 @@
-"""What the trainer side asks of a controller, wherever that lives: in a thread (`controller`) or elsewhere (`remote`)."""
+"""What the trainer side asks of a controller, in a thread of its own (`controller`) or elsewhere (`remote`)."""
 
 from __future__ import annotations
 

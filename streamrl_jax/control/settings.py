@@ -25,16 +25,21 @@ class ControlSettings:
     reward_timeout_s: float = 30.0  # one call of the reward function
     reward_workers: int = 2  # threads
     max_buffered_samples: int = 65_536  # finished, and not taken by the trainer; see `control.intake`
+    readers: int = 1  # trainer processes
+    reader_lease_s: float = 30.0  # silence of a trainer process, or of the controller, that ends the run
+    plan_timeout_s: float = 600.0  # between the first and the last reader at a step of the plan
+    grace_s: float = 60.0  # a failed run ends a reader whose main thread hangs, after so long
     max_attempts: int = 20  # of one sample, before the run stops with its name
     close_timeout_s: float = (
         25.0  # bound on the end of everything; a launcher's `stop` takes 22 s at the most
     )
 
     @classmethod
-    def of(cls, config: Config) -> ControlSettings:
-        """Reads them off a run's configuration."""
-        gen, bridge = config.gen, config.bridge
+    def of(cls, config: Config, readers: int = 1) -> ControlSettings:
+        """Reads them off a run's configuration; ``readers`` is the number of trainer processes."""
+        gen, bridge, control = config.gen, config.bridge, config.control
         return cls(
+            readers=readers,
             start_timeout_s=gen.start_timeout_s,
             heartbeat_interval_s=gen.heartbeat_interval_s,
             progress_interval_s=gen.progress_interval_s,
@@ -44,6 +49,10 @@ class ControlSettings:
             transport=bridge.transport,
             in_flight=bridge.in_flight,
             reward_timeout_s=config.reward.timeout_s,
+            max_buffered_samples=control.max_buffered_samples,
+            reader_lease_s=control.lease_s,
+            plan_timeout_s=control.plan_timeout_s,
+            grace_s=control.grace_s,
         )
 
     @property

@@ -206,11 +206,6 @@ class Work:
             del self._outboxes[job_id]
         return goes_on
 
-    def fail(self, error: BaseException) -> None:
-        """Raises the error in whoever waits for a sample."""
-        for outbox in self._outboxes.values():
-            outbox.fail(error)
-
     def probes(self, instance: str, version: int) -> int:
         """Probes of ``version`` that the instance has still to answer."""
         held = sum(self._open[sample_id].job.probe for sample_id in self.ledger.held(instance))

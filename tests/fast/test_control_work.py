@@ -18,7 +18,6 @@ from streamrl_jax.control.faults import ControlError, InstanceLost, RewardError
 from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job, engine_priority
 from streamrl_jax.control.ledger import Verdict
-from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.queue import HeldQueue, Room
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.tasks import until_one_ends
@@ -136,50 +135,6 @@ def test_engine_priority_puts_earlier_iterations_first_and_probes_before_all() -
     ]
     assert order == sorted(order)
     assert all(-(2**63) <= number < 2**63 for number in order)
-
-
-# ---------------------------------------------------------------- the way out
-
-
-def test_outbox_gives_each_sample_once_over_several_calls() -> None:
-    outbox = Outbox("train/3", 4)
-    taken: list[str] = []
-    for name in "abcd":
-        outbox.put(sample(name))
-    first = outbox.drain(1.0, lambda s: taken.append(s.sample_id), str)
-    assert next(first).sample_id == "a"
-    first.close()
-    rest = [s.sample_id for s in outbox.drain(1.0, lambda s: taken.append(s.sample_id), str)]
-    assert rest == ["b", "c", "d"]
-    assert taken == ["a", "b", "c", "d"]
-    assert list(outbox.drain(1.0, lambda _: None, str)) == []
-
-
-def test_outbox_silence_names_what_is_missing() -> None:
-    outbox = Outbox("train/3", 2)
-    outbox.put(sample("a"))
-    stream = outbox.drain(0.05, lambda _: None, lambda: "instance-0 is loading")
-    next(stream)
-    with pytest.raises(ControlError, match=r"no sample of train/3 arrived .* 1 of 2 are here. instance-0 is"):
-        next(stream)
-
-
-def test_outbox_failure_reaches_every_call() -> None:
-    outbox = Outbox("train/3", 2)
-    outbox.put(sample("a"))
-    outbox.fail(ValueError("boom"))
-    stream = outbox.drain(1.0, lambda _: None, str)
-    assert next(stream).sample_id == "a"
-    for _ in range(2):
-        with pytest.raises(ValueError, match="boom"):
-            next(outbox.drain(1.0, lambda _: None, str))
-
-
-def test_outbox_ends_short_of_what_was_cancelled() -> None:
-    outbox = Outbox("probe/1/a", 2)
-    outbox.cancel()
-    outbox.put(sample("a"))
-    assert len(list(outbox.drain(1.0, lambda _: None, str))) == 1
 
 
 # ---------------------------------------------------------------- rewards

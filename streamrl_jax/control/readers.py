@@ -1,0 +1,78 @@
+"""The trainer processes as the controller sees them: who lives, and who is about to enter which collective."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.plan import Plan, Step
+
+
+class Readers:
+    """Liveness and plan of a run's trainer processes. Lives on the loop.
+
+    Call order: ``beat`` at each sign of life; ``acknowledge`` before each collective; ``check`` now and then, or
+    ``forgive`` instead when this process itself was stopped; ``fail`` once; ``left`` when a reader closed its side.
+
+    Args:
+        world: how many.
+        lease_s: silence that ends the run.
+        plan_timeout_s: between the first and the last one at a step.
+    """
+
+    def __init__(self, world: int, lease_s: float, plan_timeout_s: float) -> None:
+        self._plan = Plan(world)
+        self._lease_s = lease_s
+        self._timeout_s = plan_timeout_s
+        self._heard: dict[int, float] = {}
+        self._go: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+
+    def beat(self, reader: int) -> None:
+        """A reader gave a sign of life."""
+        self._heard[reader] = time.monotonic()
+
+    def left(self, reader: int) -> None:
+        """A reader ended in good order; it is not expected any more."""
+        self._heard.pop(reader, None)
+
+    async def acknowledge(self, reader: int, step: Step) -> None:
+        """Returns when every reader is about to enter the same step.
+
+        Raises:
+            ControlError: they differ; or what `fail` was given.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._plan.acknowledge(reader, step, time.monotonic()):
+            if self._go is not None and not self._go.done():
+                self._go.set_result(None)
+            self._go = None
+            return
+        if self._go is None:
+            self._go = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._go)
+
+    def check(self) -> None:
+        """Raises `ControlError` when a reader is silent, or missing at a step, for too long."""
+        now = time.monotonic()
+        if late := self._plan.overdue(now, self._timeout_s):
+            raise ControlError(late)
+        for reader, heard in self._heard.items():
+            if now - heard > self._lease_s:
+                raise ControlError(
+                    f"trainer process {reader} gave no sign of life for {now - heard:.0f} s (control.lease_s = "
+                    f"{self._lease_s:g}); look at its log, then go on with --resume"
+                )
+
+    def forgive(self) -> None:
+        """Holds the time until now against nobody."""
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
+
+    def fail(self, error: BaseException) -> None:
+        """Raises the error in whoever waits for the others, now and later."""
+        self._failure = error
+        if self._go is not None and not self._go.done():
+            self._go.set_exception(error)
+            self._go.exception()  # nobody may be waiting
