@@ -20,6 +20,7 @@ from streamrl_jax.config_algorithm import (
 )
 from streamrl_jax.config_rules import GROUP_BASELINES, WHITENED, CombinationFaultsError, combination_faults
 from streamrl_jax.config_section import Section
+from streamrl_jax.config_security import SecuritySection
 
 
 class RunSection(Section):
@@ -240,27 +241,6 @@ class AgreementSection(Section):
     """Async: prompts per instance that are answered after each push and scored by both sides at that version."""
     probe_tokens: int = Field(default=16, ge=1)
     """Tokens of a probe's answer."""
-
-
-class SecuritySection(Section):
-    """Who may talk to whom."""
-
-    tls: Literal["auto", "on", "off"] = "auto"
-    """``auto``: loopback is plain text, everything else TLS (unless ``insecure``); ``on``: TLS on loopback too;
-    ``off``: never."""
-    mutual_tls: bool = False
-    """Servers ask whoever calls for a certificate of ``ca_file`` too, beside the token."""
-    insecure: bool = False
-    """Permits plain text beyond loopback, and makes ``auto`` use it. A token is still needed."""
-    token_file: str = ""
-    """Shared secret of a run and its instances; empty: made per run."""
-    ca_file: str = ""
-    """Certificates (PEM) of the authorities that peers' certificates are checked against; empty: an authority made for
-    the run, in its directory under ``tls/``. ``streamrl certs`` makes the three files before a run."""
-    cert_file: str = ""
-    """This side's certificate (PEM), for servers, and for clients with ``mutual_tls``; given with ``ca_file``."""
-    key_file: str = ""
-    """Its private key (PEM, no password)."""
 
 
 class SftSection(Section):

@@ -87,6 +87,11 @@ def choose_directory(
     )
 
 
+def blob_stem(fence: Fence, version: int) -> str:
+    """How the name of every blob of a version begins; a dot and its owner's mark follow."""
+    return f"streamrl-{quote(fence.run_id, safe='')}-{fence.incarnation}-v{version}"
+
+
 class NoRoom(UserError):
     """A blob's room could not be reserved, or not be filled."""
 
@@ -109,10 +114,8 @@ class BlobWriter:
 
     def __init__(self, directory: Path, fence: Fence, version: int, nbytes: int) -> None:
         owner = Owner.current()
-        stem = (
-            f"streamrl-{quote(fence.run_id, safe='')}-{fence.incarnation}-v{version}"
-            f".{owner.namespace}.{owner.pid}.{owner.start}.{secrets.token_hex(4)}"
-        )
+        mine = f"{owner.namespace}.{owner.pid}.{owner.start}.{secrets.token_hex(4)}"
+        stem = f"{blob_stem(fence, version)}.{mine}"
         self.path = directory / f"{stem}{_SEALED}"
         self._unsealed = directory / f"{stem}{_UNSEALED}"
         self._nbytes = nbytes

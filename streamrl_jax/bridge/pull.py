@@ -74,7 +74,12 @@ async def fetch_manifest(
             )
         except grpc.aio.AioRpcError as error:
             raise PullError(f"manifest of version {version} from {address}: {_told(error)}") from error
-    return codec.manifest_from_proto(reply)
+    try:
+        if reply is None:  # what grpc.aio makes of bytes that it cannot parse
+            raise ValueError("it cannot be parsed")
+        return codec.manifest_from_proto(reply)
+    except ValueError as error:
+        raise PullError(f"manifest of version {version} from {address}: {error}") from error
 
 
 async def pull(
@@ -150,7 +155,9 @@ class _Transfer:
                     bound.reschedule(asyncio.get_running_loop().time() + stall_s)
                     self._take(chunk, address)
 
-    def _take(self, chunk: pb.Chunk, address: str) -> None:
+    def _take(self, chunk: pb.Chunk | None, address: str) -> None:
+        if chunk is None:  # what grpc.aio makes of bytes that it cannot parse
+            raise PullError(f"{address} sent a message that is no Chunk")
         if chunk.offset != self.held or len(chunk.data) > self.total - self.held:
             raise PullError(
                 f"{address} sent {len(chunk.data)} bytes for offset {chunk.offset}, "

@@ -75,15 +75,19 @@ class WeightStore(rpc.WeightStoreServicer):
             yield pb.Chunk(offset=offset, data=bytes(view[offset : min(offset + CHUNK_BYTES, end)]))
 
     async def _find(self, request: pb.ManifestRequest | pb.FetchRequest, context: Any) -> StoredVersion:
+        try:
+            asked = codec.fetch_from_proto(request)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise AssertionError("abort does not return") from error
         mine = self._fence()
-        asked = Fence(request.fence.run_id, request.fence.incarnation)
-        if asked != mine:
+        if asked.fence != mine:
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"asked for {asked}, this store belongs to {mine}"
+                grpc.StatusCode.FAILED_PRECONDITION, f"asked for {asked.fence}, this store belongs to {mine}"
             )
-        stored = self._versions().get(request.version)
+        stored = self._versions().get(asked.version)
         if stored is None:
-            await self._not_held(request.version, context)
+            await self._not_held(asked.version, context)
         return stored
 
     async def _not_held(self, version: int, context: Any) -> NoReturn:

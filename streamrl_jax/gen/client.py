@@ -318,7 +318,7 @@ class InstanceStream:
     def _event(self, message: pb.GenerateResponse) -> StreamEvent | None:
         kind = message.WhichOneof("kind")
         if kind == "credit":
-            return Granted(message.credit.count)
+            return Granted(codec.credit_from_proto(message.credit))
         if kind is None or kind == "welcome":
             raise ValueError(f"{kind or 'an unknown message'} has no place in an open stream")
         body = getattr(message, kind)

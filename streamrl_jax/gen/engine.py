@@ -69,13 +69,18 @@ class VllmEngine:
         self._excused_until_s = 0.0
         self._description = "vllm"
         self._vocab_size = 0
+        self._weight_bytes = 0
         self.tokens_total = 0
 
     @property
     def limits(self) -> EngineLimits:
         """What it can hold."""
         return EngineLimits(
-            self._options.max_num_seqs, self._options.max_model_len, self._description, self._vocab_size
+            self._options.max_num_seqs,
+            self._options.max_model_len,
+            self._description,
+            self._vocab_size,
+            self._weight_bytes,
         )
 
     @property
@@ -107,6 +112,7 @@ class VllmEngine:
             self._vocab_size = llm.model_config.get_vocab_size()
             if (limit := self._options.vocab_limit) is not None:
                 await llm.collective_rpc("streamrl_limit_vocabulary", args=(limit,))
+            self._weight_bytes = max(await llm.collective_rpc("streamrl_weight_bytes"))
             report("warming up")
             await self.forget_version()
             await self._warm_up()

@@ -49,6 +49,10 @@ class InstanceSpec:
     access: AccessFiles = field(default_factory=AccessFiles)
     lookahead: int = 8
     address_file: str = ""  # where it writes the address that it bound
+    blob_directories: tuple[
+        str, ...
+    ] = ()  # where the publisher's blobs may lie, beside shared memory and /tmp
+    stores: tuple[str, ...] = ()  # patterns of hosts that weights may be fetched from; empty: any
     fence: Fence | None = None  # of the run that starts it; None: whoever says Hello first
 
 
@@ -67,6 +71,8 @@ def read_spec(path: Path) -> InstanceSpec:
         fields: dict[str, Any] = json.loads(path.read_text())
         fields["engine"] = EngineOptions(**fields["engine"])
         fields["access"] = AccessFiles(**fields["access"])
+        for name in ("blob_directories", "stores"):
+            fields[name] = tuple(fields[name])
         fields["fence"] = Fence(**fields["fence"]) if fields.get("fence") else None
         return InstanceSpec(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -31,6 +31,7 @@ class EngineLimits:
     max_model_len: int  # prompt and answer, tokens
     description: str  # e.g. "vllm 0.32.0"
     vocab_size: int = 0  # ids that the model has an embedding for; 0: not known yet
+    weight_bytes: int = 0  # of a version for the model, at most; 0: not known
 
 
 @dataclass(frozen=True, eq=False)

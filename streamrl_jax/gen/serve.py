@@ -9,18 +9,17 @@ import logging
 import os
 import signal
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
-from streamrl_jax.bridge.pull import pull
 from streamrl_jax.gen import net
 from streamrl_jax.gen.health import add_health
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.options import InstanceSpec
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
+from streamrl_jax.gen.sources import Sources
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
@@ -48,8 +47,10 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
     access = net.Access.from_files(spec.access)
     scratch = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     sweep(scratch)
+    shared = (*scratch, *map(Path, spec.blob_directories))
+    sources = Sources(access, shared, scratch, spec.stores)
     identity = Identity(spec.name, spec.lookahead, host_id(), fence=spec.fence)
-    service = GenerationService(engine, identity, partial(pull, access=access, directories=scratch))
+    service = GenerationService(engine, identity, sources)
     server = net.make_server(access)
     rpc.add_StreamGenerationServicer_to_server(service, server)
     add_health(server, lambda: service.serving)

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import grpc
@@ -25,22 +24,21 @@ import grpc
 from streamrl_jax.gen import codec
 from streamrl_jax.gen.admission import refusal
 from streamrl_jax.gen.answers import Answers, Result
+from streamrl_jax.gen.condition import Condition, Identity
 from streamrl_jax.gen.outbox import Outbox
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.pulse import Pulse
-from streamrl_jax.gen.updates import Pull, Updates
+from streamrl_jax.gen.sources import Sources, local_peer
+from streamrl_jax.gen.updates import Updates
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.types import (
     Fence,
     Generation,
-    InstanceInfo,
-    InstanceState,
     InstanceStatus,
     Progress,
     Rejection,
     RejectReason,
-    WeightSource,
 )
 
 log = logging.getLogger(__name__)
@@ -53,17 +51,6 @@ class FenceRefused(Exception):
     """The caller belongs to another run, or to an earlier life of this one."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What an instance is called and where it runs."""
-
-    name: str
-    lookahead: int
-    host_id: str
-    same_host_weights: bool = True
-    fence: Fence | None = None  # of the run that started it: another run is refused
-
-
 class GenerationService(rpc.StreamGenerationServicer):
     """Serves an engine to one controller.
 
@@ -74,22 +61,17 @@ class GenerationService(rpc.StreamGenerationServicer):
     versions.
     """
 
-    def __init__(self, engine: Engine, identity: Identity, pull: Pull | None = None) -> None:
+    def __init__(self, engine: Engine, identity: Identity, sources: Sources | None = None) -> None:
         self._engine = engine
         self._identity = identity
         self._fence = identity.fence
         self._pulse = Pulse(engine)
-        self._updates = Updates(engine, identity.name, lambda: self._fence, pull, self._fail)
-        self._answers = Answers(engine, identity.name, self._deliver, self._fail)
+        self._condition = Condition(engine, identity, self._pulse, self._beat_now)
+        fail = self._condition.fail
+        self._updates = Updates(engine, identity.name, lambda: self._fence, sources, fail)
+        self._answers = Answers(engine, identity.name, self._deliver, fail)
         self._outbox: Outbox | None = None
-        self._phase = "starting"
-        self._ready = False
-        self._failure = ""
-        self._failed = asyncio.Event()
-        self._paused = False
-        self._draining = False
         self._binding = asyncio.Lock()
-        self._started_s = time.monotonic()
 
     # ---------------------------------------------------------------- life
 
@@ -101,82 +83,35 @@ class GenerationService(rpc.StreamGenerationServicer):
             status.
         """
         try:
-            await self._engine.start(self._say)
-            self._ready, self._phase = True, ""
+            await self._engine.start(self._condition.say)
+            self._condition.ready()
             pulse = asyncio.create_task(self._pulse.run())
-            failed = asyncio.create_task(self._failed.wait())
+            failed = asyncio.create_task(self._condition.failed.wait())
             try:
                 await asyncio.wait((pulse, failed), return_when=asyncio.FIRST_COMPLETED)
                 if pulse.done():
                     pulse.result()
-                raise EngineFailed(self._failure)
+                raise EngineFailed(self._condition.failure)
             finally:
                 pulse.cancel()
                 failed.cancel()
         except EngineFailed as error:
-            self._fail(str(error))
+            self._condition.fail(str(error))
             raise
-
-    def _say(self, phase: str) -> None:
-        self._phase = phase
-        log.info("%s", phase)
-
-    def _fail(self, reason: str) -> None:
-        if not self._failure:
-            self._failure = reason or "the engine failed without a reason"
-            log.error("engine failed: %s", self._failure)
-        self._failed.set()
-        if self._outbox is not None:
-            self._outbox.beat()
 
     @property
     def serving(self) -> bool:
         """Whether it can take work: loaded, and neither failed nor draining."""
-        return self._ready and not self._failure and not self._draining
-
-    @property
-    def info(self) -> InstanceInfo:
-        """What the instance says of itself."""
-        limits = self._engine.limits
-        return InstanceInfo(
-            name=self._identity.name,
-            slots=limits.slots,
-            lookahead=self._identity.lookahead,
-            max_model_len=limits.max_model_len,
-            version=self._engine.version,
-            same_host_weights=self._identity.same_host_weights,
-            host_id=self._identity.host_id,
-            engine=limits.description,
-        )
+        return self._condition.serving
 
     @property
     def status(self) -> InstanceStatus:
         """What the instance is doing."""
-        running = self._answers.running
-        return InstanceStatus(
-            state=self._state(),
-            version=self._engine.version,
-            running=running,
-            waiting=self._answers.active - running,
-            engine_age_s=self._pulse.age_s,
-            message=self._failure,
-            phase=self._phase,
-            tokens_total=self._engine.tokens_total,
-            uptime_s=time.monotonic() - self._started_s,
-        )
+        return self._condition.status(self._answers, self._updates)
 
-    def _state(self) -> InstanceState:
-        if self._failure:
-            return InstanceState.FAILED
-        if not self._ready:
-            return InstanceState.LOADING
-        if self._updates.busy:
-            return InstanceState.UPDATING
-        if self._draining:
-            return InstanceState.DRAINING
-        if self._paused:
-            return InstanceState.PAUSED
-        return InstanceState.GENERATING if self._answers.active else InstanceState.IDLE
+    def _beat_now(self) -> None:
+        if self._outbox is not None:
+            self._outbox.beat()
 
     # ---------------------------------------------------------------- fences
 
@@ -195,14 +130,14 @@ class GenerationService(rpc.StreamGenerationServicer):
             self._fence = fence
             self._updates.forget()
             self._answers.drop_all()
-            self._draining = False
+            self._condition.draining = False
             if self._outbox is not None:
                 self._outbox.end(grpc.StatusCode.ABORTED, f"{fence} took over from {held}")
-            if self._ready:
+            if self._condition.is_ready:
                 await self._engine.forget_version()
-            if self._paused:
+            if self._condition.paused:
                 await self._engine.resume()
-                self._paused = False
+                self._condition.paused = False
 
     def _check_takeover(self, held: Fence, fence: Fence) -> None:
         if held.run_id == fence.run_id:
@@ -272,7 +207,7 @@ class GenerationService(rpc.StreamGenerationServicer):
 
         outbox = Outbox(heartbeat)
         self._outbox = outbox
-        outbox.post(pb.GenerateResponse(welcome=codec.info_to_proto(self.info)))
+        outbox.post(pb.GenerateResponse(welcome=codec.info_to_proto(self._condition.info())))
         for generation in self._answers.unacknowledged():
             outbox.post_answer(codec.generation_to_proto(fence, generation))
         capacity = self._engine.limits.slots + self._identity.lookahead
@@ -304,11 +239,11 @@ class GenerationService(rpc.StreamGenerationServicer):
             case "assign":
                 self._assign(request.assign, outbox)
             case "abort":
-                await self._answers.abort(request.abort.sample_id, request.abort.attempt)
+                await self._answers.abort(*codec.key_from_proto(request.abort))
             case "acknowledge":
-                self._answers.acknowledge(request.acknowledge.sample_id, request.acknowledge.attempt)
+                self._answers.acknowledge(*codec.key_from_proto(request.acknowledge))
             case "credit":
-                outbox.grant(request.credit.count)
+                outbox.grant(codec.credit_from_proto(request.credit))
             case kind:
                 raise ValueError(f"the stream is open and {kind or 'an unknown message'} has no place in it")
 
@@ -318,21 +253,14 @@ class GenerationService(rpc.StreamGenerationServicer):
         except ValueError as error:
             refused = RejectReason.INVALID, str(error)
         else:
-            refused = self._not_up() or refusal(
-                assignment, self._engine.limits, self._engine.version, draining=self._draining
+            refused = self._condition.not_up() or refusal(
+                assignment, self._engine.limits, self._engine.version, draining=self._condition.draining
             )
             if refused is None:
                 if not self._answers.take(assignment):
                     outbox.owe(1)
                 return
-        self._deliver(Rejection(message.sample_id, message.attempt, *refused))
-
-    def _not_up(self) -> tuple[RejectReason, str] | None:
-        if self._failure:
-            return RejectReason.ENGINE_FAILED, self._failure
-        if not self._ready:
-            return RejectReason.WRONG_VERSION, f"the instance is still {self._phase}; wait for state IDLE"
-        return None
+        self._deliver(Rejection(message.sample_id[: codec.MAX_NAME], message.attempt, *refused))
 
     def _deliver(self, result: Result) -> None:
         """Hands a result to the open stream, if there is one; answers are sent on the next one otherwise."""
@@ -352,14 +280,14 @@ class GenerationService(rpc.StreamGenerationServicer):
     def _report_drained(self) -> None:
         if self._outbox is None or self._fence is None:
             return
-        if self._draining and not self._answers.active:
+        if self._condition.draining and not self._answers.active:
             message = pb.Drained(fence=codec.fence_to_proto(self._fence))
             self._outbox.drained(pb.GenerateResponse(drained=message))
 
     # ---------------------------------------------------------------- unary calls
 
     def _reply(self) -> pb.StatusReply:
-        return codec.status_to_proto(self.status, self.info)
+        return codec.status_to_proto(self.status, self._condition.info())
 
     async def GetStatus(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Answers at once in every state."""
@@ -368,26 +296,28 @@ class GenerationService(rpc.StreamGenerationServicer):
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Takes nothing new; Drained follows on the stream after the last answer. Resume takes it back."""
         await self._bind_or_abort(request.fence, context)
-        self._draining = True
+        self._condition.draining = True
         self._report_drained()
         return self._reply()
 
     async def Pause(self, request: pb.PauseRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Stops sampling; returns when it has stopped."""
         await self._bind_or_abort(request.fence, context)
-        if not self._ready or self._failure:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure or f"still {self._phase}")
-        self._paused = True  # also if the caller does not wait for the end of it
+        if not self._condition.is_ready or self._condition.failure:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, self._condition.failure or f"still {self._condition.phase}"
+            )
+        self._condition.paused = True  # also if the caller does not wait for the end of it
         await self._engine.pause(keep=request.keep)
         return self._reply()
 
     async def Resume(self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Takes back Pause and Drain."""
         await self._bind_or_abort(request.fence, context)
-        if self._paused:
+        if self._condition.paused:
             await self._engine.resume()
-            self._paused = False
-        self._draining = False
+            self._condition.paused = False
+        self._condition.draining = False
         return self._reply()
 
     async def UpdateWeights(
@@ -397,16 +327,17 @@ class GenerationService(rpc.StreamGenerationServicer):
         to its bound, also when the caller has gone."""
         try:
             manifest = codec.manifest_from_proto(request.manifest)
+            asked = codec.update_from_proto(request)
         except ValueError as error:
             return codec.report_to_proto(self._updates.refused(str(error)))
         await self._bind_or_abort(request.manifest.fence, context)
-        if (down := self._not_up()) is not None:
+        if (down := self._condition.not_up()) is not None:
             return codec.report_to_proto(self._updates.refused(down[1]))
-        source = WeightSource(request.same_host.path, request.store.address)
+        local = local_peer(context.peer())
+        if fault := self._updates.fault(manifest, asked.source, local_caller=local):
+            return codec.report_to_proto(self._updates.refused(fault))
         update = asyncio.create_task(
-            self._updates.apply(
-                manifest, source, in_flight=request.keep_running, timeout_s=request.deadline_s
-            ),
+            self._updates.apply(manifest, asked.source, in_flight=asked.in_flight, timeout_s=asked.timeout_s),
             name=f"update to {manifest.version}",
         )
         return codec.report_to_proto(await asyncio.shield(update))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from streamrl_jax.gen.protocol import Engine, EngineFailed
+from streamrl_jax.gen.sources import Blob, SourceRefused, Sources
 from streamrl_jax.types import Fence, Manifest, UpdateReport, WeightSource
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
 """Bound on an update whose request names none."""
-
-Pull = Callable[[str, Manifest, float], Awaitable[Path]]
-"""Fetches a version from the store at an address, within so many seconds, into a file of the caller's own."""
 
 
 class Updates:
@@ -35,7 +33,7 @@ class Updates:
         engine: loads them.
         instance: name that reports carry.
         holder: gives the fence that holds the instance.
-        pull: fetches from a store; None where only the same host's memory is read.
+        sources: opens what callers name; None: a path is handed on as it is, to an engine that reads nothing.
         on_failure: takes the reason when the engine must be restarted.
     """
 
@@ -44,13 +42,13 @@ class Updates:
         engine: Engine,
         instance: str,
         holder: Callable[[], Fence | None],
-        pull: Pull | None,
+        sources: Sources | None,
         on_failure: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._instance = instance
         self._holder = holder
-        self._pull = pull
+        self._sources = sources
         self._on_failure = on_failure
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
@@ -68,10 +66,32 @@ class Updates:
         """The report of an update that changed nothing."""
         return UpdateReport(self._instance, False, self._engine.version, reason)
 
+    def fault(self, manifest: Manifest, source: WeightSource, *, local_caller: bool) -> str:
+        """Why a version may not be taken from there; empty: it may.
+
+        Args:
+            manifest: what it consists of.
+            source: where its bytes are said to lie.
+            local_caller: whether who says so is on this machine.
+        """
+        most = self._engine.limits.weight_bytes
+        if most and manifest.total_bytes > most:
+            return (
+                f"manifest.total_bytes = {manifest.total_bytes}, and this model's weights take {most}: the version is "
+                "of another model"
+            )
+        if self._sources is None:
+            return ""
+        try:
+            self._sources.check(source, manifest, local_caller=local_caller)
+        except SourceRefused as error:
+            return str(error)
+        return ""
+
     async def apply(
         self, manifest: Manifest, source: WeightSource, *, in_flight: bool, timeout_s: float
     ) -> UpdateReport:
-        """Loads a version.
+        """Loads a version whose source has no `fault`.
 
         Args:
             manifest: what it consists of.
@@ -121,16 +141,14 @@ class Updates:
     async def _load(
         self, manifest: Manifest, source: WeightSource, in_flight: bool, deadline: float
     ) -> UpdateReport:
-        fetched: Path | None = None
+        blob: Blob | None = None
         try:
-            if source.path:
-                blob = Path(source.path)
-            elif source.address and self._pull is not None:
-                blob = fetched = await self._pull(source.address, manifest, deadline - time.monotonic())
+            if self._sources is not None:
+                blob = await self._sources.open(source, manifest, deadline - time.monotonic())
             else:
-                return self.refused(f"the instance cannot take weights from {source}")
+                blob = Blob(Path(source.path), own=False)
             return await self._engine.update_weights(
-                manifest, blob, in_flight=in_flight, timeout_s=max(0.0, deadline - time.monotonic())
+                manifest, blob.path, in_flight=in_flight, timeout_s=max(0.0, deadline - time.monotonic())
             )
         except EngineFailed as error:
             self._on_failure(str(error))
@@ -139,5 +157,5 @@ class Updates:
             log.exception("update to version %d failed before it began", manifest.version)
             return self.refused(f"{type(error).__name__}: {error}")
         finally:
-            if fetched is not None:
-                fetched.unlink(missing_ok=True)
+            if blob is not None and blob.own:
+                blob.path.unlink(missing_ok=True)

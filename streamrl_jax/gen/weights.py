@@ -33,7 +33,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl_jax.bridge.blob import map_blob
-from streamrl_jax.bridge.manifest import check, check_targets, tensor_bytes
+from streamrl_jax.bridge.manifest import ALIGNMENT, check, check_targets, tensor_bytes
 from streamrl_jax.gen import codec
 from streamrl_jax.gen.targets import DTYPE_NAMES, checkpoint_targets
 from streamrl_jax.gen.vocabulary import limit_vocabulary
@@ -215,6 +215,12 @@ class StagingExtension:
     def streamrl_limit_vocabulary(self, limit: int) -> None:
         """`limit_vocabulary` of this rank's model."""
         limit_vocabulary(self.get_model(), limit)
+
+    def streamrl_weight_bytes(self) -> int:
+        """Bytes that a version for this model has at most, gaps between tensors included."""
+        dtype = self.weight_transfer_engine.model_config.dtype
+        targets = checkpoint_targets(self.get_model(), dtype).values()
+        return sum(-(-target.nbytes // ALIGNMENT) * ALIGNMENT for target in targets)
 
     def streamrl_stage(self, manifest: bytes, path: str) -> None:
         """`StagedWeights.stage` on this rank."""

@@ -42,7 +42,7 @@ def make_launcher(
             without `security.insecure`.
     """
     limit = inputs.tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
-    specs = local_specs(cfg, inputs.model_dir, split, files, home.fence, limit)
+    specs = local_specs(cfg, inputs.model_dir, split, files, home.fence, limit, home.path)
     local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
     if not cfg.gen.endpoints:
         return local

@@ -53,6 +53,7 @@ def local_specs(
     access: AccessFiles,
     fence: Fence,
     vocab_limit: int | None,
+    blobs: Path,
 ) -> tuple[InstanceSpec, ...]:
     """The instances that a run starts on its own machine.
 
@@ -63,6 +64,7 @@ def local_specs(
         access: What run and instances share.
         fence: This life of the run; the instances serve no other.
         vocab_limit: From `Tokenizer.vocab_limit`.
+        blobs: Where the trainer puts weights that do not fit into shared memory.
 
     Returns:
         One specification an instance, `instance-0` and so on.
@@ -74,6 +76,8 @@ def local_specs(
             listen=f"{config.gen.listen}:0",
             access=access,
             lookahead=config.gen.lookahead,
+            blob_directories=(str(blobs.absolute()),),
+            stores=tuple(config.security.stores),
             fence=fence,
         )
         for index, device in enumerate(split.instances)
@@ -112,6 +116,7 @@ def standalone_spec(
         listen=listen,
         access=access,
         lookahead=config.gen.lookahead,
+        stores=tuple(config.security.stores),
     )
 
 

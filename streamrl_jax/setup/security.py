@@ -6,7 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
-from streamrl_jax.config import Config, SecuritySection
+from streamrl_jax.config import Config
+from streamrl_jax.config_security import SecuritySection
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen import tls
 from streamrl_jax.gen.access import AccessFiles, read_token

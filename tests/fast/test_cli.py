@@ -470,11 +470,11 @@ def test_a_runs_instances_get_devices_limits_and_fence(project: Path) -> None:
     fence = Fence("demo-1", 2)
     split = DeviceSplit(("cpu:0", "cpu:1"), ())
     access = AccessFiles(token=str(project / "token"))
-    first, second = local_specs(config, project / "model", split, access, fence, 40)
+    first, second = local_specs(config, project / "model", split, access, fence, 40, project)
     assert (first.name, second.name) == ("instance-0", "instance-1")
     assert (first.engine.device, second.engine.device) == ("cpu:0", "cpu:1")
     assert (first.fence, first.lookahead, first.listen) == (fence, 3, "127.0.0.1:0")
-    assert first.access == access
+    assert (first.access, first.blob_directories) == (access, (str(project),))
     engine = first.engine
     assert (engine.max_num_seqs, engine.max_model_len, engine.seed) == (7, 32, 5)
     assert engine.vocab_limit == 40

@@ -37,7 +37,10 @@ from streamrl_jax.types import (
 )
 
 FENCE = Fence("run", 3)
-names = st.text(min_size=1, max_size=40)
+RUN = pb.Fence(run_id="r")
+NAN = float("nan")
+names = st.text(st.characters(categories=["L", "M", "N", "P", "S"]), min_size=1, max_size=40)
+versions = st.integers(0, 2**31 - 1)
 token_ids = st.integers(0, 2**31 - 1)
 seconds = st.floats(0, 1e6)
 float32 = st.floats(0.015625, 100, width=32)
@@ -72,7 +75,7 @@ assignments = st.builds(
     prompt_ids=st.lists(token_ids, min_size=1, max_size=30).map(lambda ids: np.array(ids, np.int32)),
     sampling=samplings,
     priority=st.integers(-(2**63), 2**63 - 1),
-    min_version=st.integers(-1, 2**40),
+    min_version=st.just(-1) | versions,
     resumed=st.none() | answers(min_size=1).map(lambda arrays: Partial(*arrays)),
     probe=st.booleans(),
 )
@@ -88,7 +91,7 @@ generations = st.builds(
 statuses = st.builds(
     InstanceStatus,
     state=st.sampled_from(InstanceState),
-    version=st.integers(-1, 2**40),
+    version=st.just(-1) | versions,
     running=st.integers(0, 1000),
     waiting=st.integers(0, 1000),
     engine_age_s=seconds,
@@ -97,18 +100,18 @@ digests = st.binary(min_size=32, max_size=32)
 specs = st.builds(
     TensorSpec,
     name=names,
-    shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    shape=st.lists(st.integers(0, 4096), max_size=4).map(tuple),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
-    offset=st.integers(0, 2**50),
-    nbytes=st.integers(0, 2**50),
+    offset=st.integers(0, 2**49),
+    nbytes=st.integers(0, 2**49),
     digest=digests,
 )
 manifests = st.builds(
     Manifest,
     fence=st.builds(Fence, names, st.integers(0, 1000)),
-    version=st.integers(0, 2**40),
+    version=versions,
     tensors=st.lists(specs, max_size=5).map(tuple),
-    total_bytes=st.integers(0, 2**50),
+    total_bytes=st.just(2**50),
     digest=digests,
     architecture=names,
     base_version=st.integers(-1, 10),
@@ -198,6 +201,29 @@ def finished(**change: Any) -> pb.Finished:
     return pb.Finished(**(fields | change))
 
 
+def version(**change: Any) -> pb.Manifest:
+    """A valid manifest but for ``change``."""
+    fields = {
+        "fence": RUN,
+        "total_bytes": 16,
+        "digest": bytes(32),
+        "architecture": "Tiny",
+        "base_version": -1,
+    }
+    return pb.Manifest(**(fields | change))
+
+
+def tensor(**change: Any) -> pb.Manifest:
+    """A manifest whose only tensor is valid but for ``change``."""
+    fields = {"name": "w", "shape": [1], "dtype": "float32", "offset": 0, "nbytes": 4, "digest": bytes(32)}
+    return version(tensors=[pb.TensorEntry(**(fields | change))])
+
+
+def same_host(path: str, **change: Any) -> pb.UpdateWeightsRequest:
+    """A request for an update from a file."""
+    return pb.UpdateWeightsRequest(same_host=pb.SameHostSource(path=path), **change)
+
+
 @pytest.mark.parametrize(
     ("read", "message", "named"),
     [
@@ -245,16 +271,105 @@ def finished(**change: Any) -> pb.Finished:
         (codec.generation_from_proto, finished(finish_reason=9), "finished.finish_reason"),
         (codec.fence_from_proto, pb.Fence(), "fence.run_id"),
         (codec.hello_from_proto, pb.Hello(fence=pb.Fence(run_id="r"), protocol=2), "hello.protocol"),
-        (codec.manifest_from_proto, pb.Manifest(version=-1), "manifest.version"),
+        (codec.manifest_from_proto, version(version=-1), r"manifest\.version = -1 "),
+        (codec.manifest_from_proto, version(version=2**31), r"manifest\.version = 2147483648 "),
+        (codec.manifest_from_proto, version(base_version=-2), r"manifest\.base_version = -2 "),
+        (codec.manifest_from_proto, version(total_bytes=2**51), r"manifest\.total_bytes = 2251799813685248 "),
+        (codec.manifest_from_proto, version(digest=b"short"), r"manifest\.digest has 5 bytes"),
+        (codec.manifest_from_proto, version(architecture=""), r"manifest\.architecture is empty"),
+        (codec.manifest_from_proto, version(fence=pb.Fence()), r"fence\.run_id is empty"),
+        (codec.manifest_from_proto, tensor(name=""), r"manifest\.tensors\[0\]\.name is empty"),
+        (codec.manifest_from_proto, tensor(name="w\n"), r"manifest\.tensors\[0\]\.name = 'w\\n' .* printed"),
+        (codec.manifest_from_proto, tensor(nbytes=17), r"manifest\.tensors\[0\]\.nbytes = 17 "),
+        (codec.manifest_from_proto, tensor(offset=13), r"manifest\.tensors\[0\]\.offset = 13 "),
+        (codec.manifest_from_proto, tensor(offset=2**64 - 1), r"manifest\.tensors\[0\]\.offset = "),
+        (codec.manifest_from_proto, tensor(shape=[2**40, 2**40]), r"manifest\.tensors\[0\]\.shape = "),
         (
             codec.manifest_from_proto,
-            pb.Manifest(fence=pb.Fence(run_id="r"), tensors=[pb.TensorEntry()]),
-            r"manifest.tensors\[0\].name",
+            tensor(shape=[1] * 9),
+            r"dimensions of manifest\.tensors\[0\]\.shape = 9",
         ),
+        (codec.manifest_from_proto, tensor(digest=bytes(31)), r"manifest\.tensors\[0\]\.digest has 31 bytes"),
+        (codec.update_from_proto, pb.UpdateWeightsRequest(), r"update\.source is neither"),
+        (codec.update_from_proto, same_host(""), r"same_host\.path is empty"),
+        (codec.update_from_proto, same_host("/dev/shm/a\0b"), r"same_host\.path = .* printed"),
+        (codec.update_from_proto, same_host("/b", deadline_s=NAN), r"update\.deadline_s = nan "),
+        (codec.update_from_proto, same_host("/b", deadline_s=-1), r"update\.deadline_s = -1\.0 "),
+        (codec.update_from_proto, same_host("/b", deadline_s=1e6), r"update\.deadline_s = 1000000\.0 "),
+        (codec.fetch_from_proto, pb.ManifestRequest(fence=RUN, version=-1), r"fetch\.version = -1 "),
+        (codec.fetch_from_proto, pb.FetchRequest(), r"fence\.run_id is empty"),
+        (codec.key_from_proto, pb.Abort(), r"abort\.sample_id is empty"),
+        (codec.key_from_proto, pb.Acknowledge(sample_id="s" * 1025), r"acknowledge\.sample_id has 1025"),
+        (codec.credit_from_proto, pb.Credit(count=2**20 + 1), r"credit\.count = 1048577 "),
+        (codec.assignment_from_proto, assign(stop_token_ids=[1] * 1025), r"stop_token_ids = 1025 "),
+        (codec.assignment_from_proto, assign(min_version=2**31), r"assign\.min_version = 2147483648 "),
+        (codec.assignment_from_proto, assign(max_new_tokens=2**20 + 1), r"max_new_tokens = 1048577 "),
+        (codec.assignment_from_proto, assign(sample_id="a\x1b[31m"), r"assign\.sample_id = .* printed"),
+        (
+            codec.generation_from_proto,
+            finished(versions=[pb.VersionRun(version=2**31, length=2)]),
+            r"finished\.versions\.version = 2147483648 ",
+        ),
+        (
+            codec.generation_from_proto,
+            finished(versions=[pb.VersionRun(length=2**32 - 1)] * 2),
+            r"finished\.versions covers 8589934590 tokens of 2",
+        ),
+        (
+            codec.generation_from_proto,
+            finished(versions=[pb.VersionRun(length=1)] * 3),
+            "3 runs for 2 tokens",
+        ),
+        (
+            codec.generation_from_proto,
+            finished(timings=pb.Timings(queued_s=NAN)),
+            r"timings\.queued_s = nan ",
+        ),
+        (
+            codec.generation_from_proto,
+            finished(timings=pb.Timings(decode_s=-1)),
+            r"timings\.decode_s = -1\.0 ",
+        ),
+        (
+            codec.progress_from_proto,
+            pb.Progress(sample_id="s", offset=2**32 - 1),
+            r"progress\.offset = 4294967295 ",
+        ),
+        (
+            codec.rejection_from_proto,
+            pb.Rejected(reason=1, message="x" * 65537),
+            r"rejected\.message has 65537",
+        ),
+        (codec.report_from_proto, pb.UpdateWeightsResponse(staged_s=NAN), r"update\.staged_s = nan "),
+        (codec.report_from_proto, pb.UpdateWeightsResponse(reason="x" * 65537), r"update\.reason has 65537"),
+        (codec.info_from_proto, pb.Welcome(instance="i", slots=2**32 - 1), r"welcome\.slots = 4294967295 "),
+        (
+            codec.heartbeat_from_proto,
+            pb.Heartbeat(state=1, running=2**32 - 1),
+            r"heartbeat\.running = 4294967295",
+        ),
+        (
+            codec.heartbeat_from_proto,
+            pb.Heartbeat(state=1, engine_age_s=NAN),
+            r"heartbeat\.engine_age_s = nan ",
+        ),
+        (codec.status_from_proto, pb.StatusReply(state=1, tokens_total=2**63), r"status\.tokens_total = "),
+        (codec.status_from_proto, pb.StatusReply(state=1, phase="x" * 65537), r"status\.phase has 65537"),
         (codec.info_from_proto, pb.Welcome(instance="i"), "welcome.slots"),
         (codec.heartbeat_from_proto, pb.Heartbeat(), "heartbeat.state"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(read: Callable[[Any], Any], message: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        read(message)
+        read("i", message) if read is codec.report_from_proto else read(message)
+
+
+def test_what_is_said_at_length_is_cut_by_who_says_it() -> None:
+    long = "why " * 100_000
+    rejection = codec.rejection_to_proto(FENCE, Rejection("s", 1, RejectReason.INVALID, long))
+    assert codec.rejection_from_proto(reparse(rejection)).message.endswith("…")
+    report = codec.report_to_proto(UpdateReport("i", False, 0, long))
+    assert len(codec.report_from_proto("i", reparse(report)).reason) == wire.MAX_TEXT
+    failed = InstanceStatus(InstanceState.FAILED, 0, message=long, phase=long)
+    info = InstanceInfo("i", 1, 0, 8, 0, True, "host", "fake")
+    assert codec.status_from_proto(reparse(codec.status_to_proto(failed, info))).message[:4] == "why "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 
 from streamrl_jax.bridge.manifest import pack
-from streamrl_jax.bridge.pull import pull
 from streamrl_jax.bridge.store import WeightStore
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net
@@ -24,7 +22,7 @@ from streamrl_jax.gen.client import Drained, Granted, InstanceClient, InstanceEr
 from streamrl_jax.gen.health import CHECK, add_health
 from streamrl_jax.gen.protocol import EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
-from streamrl_jax.gen.updates import Pull
+from streamrl_jax.gen.sources import Sources
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.types import (
     Assignment,
@@ -84,7 +82,7 @@ async def serving(
     wrap: Callable[[GenerationService], rpc.StreamGenerationServicer] = lambda service: service,
     ready: bool = True,
     fence: Fence | None = None,
-    fetch: Pull | None = None,
+    fetch: Sources | None = None,
 ) -> AsyncIterator[tuple[GenerationService, str]]:
     """A running service and its address."""
     service = GenerationService(engine, Identity("instance-0", 2, "host", fence=fence), fetch)
@@ -689,7 +687,7 @@ def test_an_instance_elsewhere_fetches_from_the_store(tmp_path: Path, token: str
     async def scenario() -> None:
         fetched = tmp_path / "fetched"
         fetched.mkdir()
-        fetch = functools.partial(pull, access=access, directories=(fetched,))
+        fetch = Sources(access, (), (fetched,))
         held = {0: Held(blob_manifest, stored)}
         store = net.make_server(access)
         rpc.add_WeightStoreServicer_to_server(WeightStore(lambda: FENCE, lambda: held), store)

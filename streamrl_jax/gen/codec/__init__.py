@@ -10,6 +10,7 @@ from streamrl_jax.gen.codec.fences import (
 )
 from streamrl_jax.gen.codec.instances import (
     PROTOCOL,
+    credit_from_proto,
     heartbeat_from_proto,
     heartbeat_to_proto,
     hello_from_proto,
@@ -24,6 +25,7 @@ from streamrl_jax.gen.codec.samples import (
     assignment_to_proto,
     generation_from_proto,
     generation_to_proto,
+    key_from_proto,
     progress_from_proto,
     progress_to_proto,
     rejection_from_proto,
@@ -34,18 +36,28 @@ from streamrl_jax.gen.codec.samples import (
     sampling_to_proto,
 )
 from streamrl_jax.gen.codec.weights import (
+    FetchRequest,
+    UpdateRequest,
+    fetch_from_proto,
     manifest_from_proto,
     manifest_to_proto,
     report_from_proto,
     report_to_proto,
+    update_from_proto,
 )
+from streamrl_jax.gen.codec.wire import MAX_NAME
 
 __all__ = [
+    "MAX_NAME",
     "PROTOCOL",
+    "FetchRequest",
+    "UpdateRequest",
     "assignment_from_proto",
     "assignment_to_proto",
+    "credit_from_proto",
     "fence_from_proto",
     "fence_to_proto",
+    "fetch_from_proto",
     "generation_from_proto",
     "generation_to_proto",
     "heartbeat_from_proto",
@@ -54,6 +66,7 @@ __all__ = [
     "hello_to_proto",
     "info_from_proto",
     "info_to_proto",
+    "key_from_proto",
     "manifest_from_proto",
     "manifest_to_proto",
     "progress_from_proto",
@@ -68,4 +81,5 @@ __all__ = [
     "sampling_to_proto",
     "status_from_proto",
     "status_to_proto",
+    "update_from_proto",
 ]

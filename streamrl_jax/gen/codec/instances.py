@@ -18,6 +18,8 @@ from streamrl_jax.types import (
 PROTOCOL: Final = 1
 """Version of the wire that `Hello` announces."""
 
+_MAX_MODEL_LEN: Final = (1 << 31) - 1
+
 _STATE: Final = {
     InstanceState.LOADING: pb.LOADING,
     InstanceState.UPDATING: pb.UPDATING,
@@ -75,15 +77,13 @@ def info_from_proto(message: pb.Welcome) -> InstanceInfo:
     """Reads what an instance says of itself.
 
     Raises:
-        ValueError: no name, or no slots.
+        ValueError: names the field, as in no name, or no slots.
     """
-    if message.slots < 1:
-        raise ValueError(f"welcome.slots = {message.slots}: an instance runs at least one sequence")
     return InstanceInfo(
         name=wire.name("welcome.instance", message.instance),
-        slots=message.slots,
-        lookahead=message.lookahead,
-        max_model_len=message.max_model_len,
+        slots=wire.count("welcome.slots", message.slots, low=1),
+        lookahead=wire.count("welcome.lookahead", message.lookahead),
+        max_model_len=wire.count("welcome.max_model_len", message.max_model_len, _MAX_MODEL_LEN),
         version=wire.version("welcome.version", message.version),
         same_host_weights=message.accepts_same_host_weights,
         host_id=wire.name("welcome.host_id", message.host_id, empty=True),
@@ -113,10 +113,12 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> InstanceStatus:
     return InstanceStatus(
         state=wire.lookup("heartbeat.state", _STATE_BACK, message.state),
         version=wire.version("heartbeat.version", message.version),
-        running=message.running,
-        waiting=message.waiting,
-        tokens_since_last=message.tokens_since_last,
-        engine_age_s=wire.finite("heartbeat.engine_age_s", message.engine_age_s, 0.0),
+        running=wire.count("heartbeat.running", message.running),
+        waiting=wire.count("heartbeat.waiting", message.waiting),
+        tokens_since_last=wire.count(
+            "heartbeat.tokens_since_last", message.tokens_since_last, wire.MAX_TOTAL
+        ),
+        engine_age_s=wire.seconds("heartbeat.engine_age_s", message.engine_age_s),
     )
 
 
@@ -129,11 +131,11 @@ def status_to_proto(status: InstanceStatus, info: InstanceInfo) -> pb.StatusRepl
         running=status.running,
         waiting=status.waiting,
         tokens_total=status.tokens_total,
-        message=status.message,
+        message=wire.cut(status.message),
         engine_age_s=status.engine_age_s,
         welcome=info_to_proto(info),
         start_seconds=status.uptime_s,
-        phase=status.phase,
+        phase=wire.cut(status.phase),
     )
 
 
@@ -146,11 +148,20 @@ def status_from_proto(message: pb.StatusReply) -> InstanceStatus:
     return InstanceStatus(
         state=wire.lookup("status.state", _STATE_BACK, message.state),
         version=wire.version("status.version", message.version),
-        running=message.running,
-        waiting=message.waiting,
-        engine_age_s=wire.finite("status.engine_age_s", message.engine_age_s, 0.0),
-        message=message.message,
-        phase=message.phase,
-        tokens_total=message.tokens_total,
-        uptime_s=wire.finite("status.start_seconds", message.start_seconds, 0.0),
+        running=wire.count("status.running", message.running),
+        waiting=wire.count("status.waiting", message.waiting),
+        engine_age_s=wire.seconds("status.engine_age_s", message.engine_age_s),
+        message=wire.text("status.message", message.message),
+        phase=wire.text("status.phase", message.phase),
+        tokens_total=wire.count("status.tokens_total", message.tokens_total, wire.MAX_TOTAL),
+        uptime_s=wire.seconds("status.start_seconds", message.start_seconds),
     )
+
+
+def credit_from_proto(message: pb.Credit) -> int:
+    """Reads how many more messages the other side takes.
+
+    Raises:
+        ValueError: more than anybody would ask for.
+    """
+    return wire.count("credit.count", message.count)

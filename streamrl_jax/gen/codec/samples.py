@@ -22,6 +22,9 @@ from streamrl_jax.types import (
     VersionRun,
 )
 
+_MAX_STOPS: Final = 1024
+"""Stop ids of one sampling; a model has a handful."""
+
 _FINISH: Final = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -48,8 +51,11 @@ def runs_from_proto(field: str, runs: Iterable[pb.VersionRun], tokens: int) -> t
     """Reads run-length coded versions that must cover ``tokens`` tokens.
 
     Raises:
-        ValueError: an empty run, a version under -1, or another total.
+        ValueError: an empty run, a version outside its range, or another total.
     """
+    runs = tuple(runs)
+    if len(runs) > tokens:
+        raise ValueError(f"{field} holds {len(runs)} runs for {tokens} tokens")
     found = tuple(VersionRun(wire.version(f"{field}.version", run.version), run.length) for run in runs)
     if any(run.length < 1 for run in found):
         raise ValueError(f"{field} holds an empty run")
@@ -79,10 +85,7 @@ def sampling_from_proto(message: pb.Sampling) -> Sampling:
     Raises:
         ValueError: a value outside its range.
     """
-    if not 1 <= message.max_new_tokens <= wire.MAX_TOKENS:
-        raise ValueError(
-            f"sampling.max_new_tokens = {message.max_new_tokens} is not in [1, {wire.MAX_TOKENS}]"
-        )
+    wire.count("sampling.max_new_tokens", message.max_new_tokens, wire.MAX_TOKENS, low=1)
     if message.forced_length > message.max_new_tokens:
         raise ValueError(
             f"sampling.forced_length = {message.forced_length} is over "
@@ -90,6 +93,7 @@ def sampling_from_proto(message: pb.Sampling) -> Sampling:
         )
     if message.top_k < 0:
         raise ValueError(f"sampling.top_k = {message.top_k} is negative; 0 is off")
+    wire.count("number of sampling.stop_token_ids", len(message.stop_token_ids), _MAX_STOPS)
     stops = tuple(message.stop_token_ids)
     if any(stop < 0 for stop in stops):
         raise ValueError(f"sampling.stop_token_ids = {stops} holds a negative id")
@@ -192,9 +196,9 @@ def generation_from_proto(message: pb.Finished) -> Generation:
         finish_reason=wire.lookup("finished.finish_reason", _FINISH_BACK, message.finish_reason),
         instance=wire.name("finished.instance", message.instance),
         timings=Timings(
-            wire.finite("finished.timings.queued_s", timings.queued_s, 0.0),
-            wire.finite("finished.timings.prefill_s", timings.prefill_s, 0.0),
-            wire.finite("finished.timings.decode_s", timings.decode_s, 0.0),
+            wire.seconds("finished.timings.queued_s", timings.queued_s),
+            wire.seconds("finished.timings.prefill_s", timings.prefill_s),
+            wire.seconds("finished.timings.decode_s", timings.decode_s),
         ),
     )
 
@@ -222,7 +226,7 @@ def progress_from_proto(message: pb.Progress) -> Progress:
     return Progress(
         sample_id=wire.name("progress.sample_id", message.sample_id),
         attempt=message.attempt,
-        offset=message.offset,
+        offset=wire.count("progress.offset", message.offset, wire.MAX_TOKENS - ids.size),
         token_ids=ids,
         logprobs=wire.logprobs_from_bytes("progress.logprobs", message.logprobs, ids.size),
         versions=runs_from_proto("progress.versions", message.versions, ids.size),
@@ -236,7 +240,7 @@ def rejection_to_proto(fence: Fence, rejection: Rejection) -> pb.Rejected:
         sample_id=rejection.sample_id,
         attempt=rejection.attempt,
         reason=_REASON[rejection.reason],
-        message=rejection.message,
+        message=wire.cut(rejection.message),
     )
 
 
@@ -251,5 +255,15 @@ def rejection_from_proto(message: pb.Rejected) -> Rejection:
         sample_id=wire.name("rejected.sample_id", message.sample_id, empty=True),
         attempt=message.attempt,
         reason=wire.lookup("rejected.reason", _REASON_BACK, message.reason),
-        message=message.message,
+        message=wire.text("rejected.message", message.message),
     )
+
+
+def key_from_proto(message: pb.Abort | pb.Acknowledge) -> tuple[str, int]:
+    """Reads which attempt of which sample is meant.
+
+    Raises:
+        ValueError: no usable sample id.
+    """
+    field = f"{message.DESCRIPTOR.name.lower()}.sample_id"
+    return wire.name(field, message.sample_id), message.attempt

@@ -1,15 +1,47 @@
-"""Manifests and what became of an update."""
+"""Manifests, requests for a version, and what became of an update."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
 
 from streamrl_jax.gen.codec import wire
 from streamrl_jax.gen.codec.fences import fence_from_proto, fence_to_proto
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.types import (
+    Fence,
     Manifest,
     TensorSpec,
     UpdateReport,
+    WeightSource,
 )
+
+MAX_TENSORS: Final = 1 << 18
+"""Most tensors of a version; the message's own bound lets no more through anyway."""
+
+_MAX_DIMENSIONS: Final = 8
+_DIGEST_BYTES: Final = 32
+_LONGEST_UPDATE_S: Final = 86_400.0
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """What a controller asks of an instance, beside the manifest."""
+
+    source: WeightSource
+    in_flight: bool  # keep what runs
+    timeout_s: float  # 0: the instance's own bound
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    """Which bytes of which version a store is asked for."""
+
+    fence: Fence
+    version: int
+    offset: int = 0
+    nbytes: int = 0  # 0: to the end
 
 
 def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
@@ -39,29 +71,79 @@ def manifest_from_proto(message: pb.Manifest) -> Manifest:
     """Reads a manifest. Whether it fits its blob and the model is checked where it is staged.
 
     Raises:
-        ValueError: a missing fence, a version under 0 or a tensor without a name.
+        ValueError: names the field: a missing fence, a tensor without a name, one outside the version's bytes.
     """
-    if message.version < 0:
-        raise ValueError(f"manifest.version = {message.version} is under 0")
+    version = _version("manifest.version", message.version)
+    total = wire.count("manifest.total_bytes", message.total_bytes, wire.MAX_BYTES)
+    wire.count("number of manifest.tensors", len(message.tensors), MAX_TENSORS)
     return Manifest(
         fence=fence_from_proto(message.fence),
-        version=message.version,
+        version=version,
         tensors=tuple(
-            TensorSpec(
-                name=wire.name(f"manifest.tensors[{index}].name", entry.name),
-                shape=tuple(entry.shape),
-                dtype=entry.dtype,
-                offset=entry.offset,
-                nbytes=entry.nbytes,
-                digest=entry.digest,
-            )
-            for index, entry in enumerate(message.tensors)
+            _tensor(f"manifest.tensors[{index}]", entry, total) for index, entry in enumerate(message.tensors)
         ),
-        total_bytes=message.total_bytes,
-        digest=message.digest,
-        architecture=message.architecture,
+        total_bytes=total,
+        digest=_digest("manifest.digest", message.digest),
+        architecture=wire.name("manifest.architecture", message.architecture),
         base_version=wire.version("manifest.base_version", message.base_version),
     )
+
+
+def _tensor(field: str, entry: pb.TensorEntry, total: int) -> TensorSpec:
+    name = wire.name(f"{field}.name", entry.name)
+    wire.count(f"dimensions of {field}.shape", len(entry.shape), _MAX_DIMENSIONS)
+    shape = tuple(entry.shape)
+    if math.prod(shape) > wire.MAX_BYTES:
+        raise ValueError(f"{field}.shape = {list(shape)} has more than {wire.MAX_BYTES} elements")
+    nbytes = wire.count(f"{field}.nbytes", entry.nbytes, total)
+    return TensorSpec(
+        name=name,
+        shape=shape,
+        dtype=wire.name(f"{field}.dtype", entry.dtype),
+        offset=wire.count(f"{field}.offset", entry.offset, total - nbytes),
+        nbytes=nbytes,
+        digest=_digest(f"{field}.digest", entry.digest),
+    )
+
+
+def _version(field: str, value: int) -> int:
+    """The number of a version that exists."""
+    return wire.count(field, value, wire.MAX_VERSION)
+
+
+def _digest(field: str, value: bytes) -> bytes:
+    if len(value) != _DIGEST_BYTES:
+        raise ValueError(f"{field} has {len(value)} bytes; a digest has {_DIGEST_BYTES}")
+    return value
+
+
+def update_from_proto(message: pb.UpdateWeightsRequest) -> UpdateRequest:
+    """Reads a request for an update, all but its manifest.
+
+    Raises:
+        ValueError: names the field: no source, or a bound that is none.
+    """
+    match message.WhichOneof("source"):
+        case "same_host":
+            source = WeightSource(path=wire.name("same_host.path", message.same_host.path))
+        case "store":
+            source = WeightSource(address=wire.name("store.address", message.store.address))
+        case _:
+            raise ValueError("update.source is neither same_host nor store")
+    timeout_s = wire.seconds("update.deadline_s", message.deadline_s, _LONGEST_UPDATE_S)
+    return UpdateRequest(source, message.keep_running, timeout_s)
+
+
+def fetch_from_proto(message: pb.ManifestRequest | pb.FetchRequest) -> FetchRequest:
+    """Reads which version, and which of its bytes, are asked for.
+
+    Raises:
+        ValueError: names the field.
+    """
+    fence, version = fence_from_proto(message.fence), _version("fetch.version", message.version)
+    if isinstance(message, pb.ManifestRequest):
+        return FetchRequest(fence, version)
+    return FetchRequest(fence, version, message.offset, message.nbytes)
 
 
 def report_to_proto(report: UpdateReport) -> pb.UpdateWeightsResponse:
@@ -69,7 +151,7 @@ def report_to_proto(report: UpdateReport) -> pb.UpdateWeightsResponse:
     return pb.UpdateWeightsResponse(
         accepted=report.accepted,
         version=report.version,
-        reason=report.reason,
+        reason=wire.cut(report.reason),
         quarantined=report.quarantined,
         staged_s=report.staged_s,
         paused_s=report.paused_s,
@@ -87,9 +169,9 @@ def report_from_proto(instance: str, message: pb.UpdateWeightsResponse) -> Updat
         instance=instance,
         accepted=message.accepted,
         version=wire.version("update.version", message.version),
-        reason=message.reason,
+        reason=wire.text("update.reason", message.reason),
         quarantined=message.quarantined,
-        staged_s=wire.finite("update.staged_s", message.staged_s, 0.0),
-        paused_s=wire.finite("update.paused_s", message.paused_s, 0.0),
-        applied_s=wire.finite("update.applied_s", message.applied_s, 0.0),
+        staged_s=wire.seconds("update.staged_s", message.staged_s),
+        paused_s=wire.seconds("update.paused_s", message.paused_s),
+        applied_s=wire.seconds("update.applied_s", message.applied_s),
     )

@@ -19,6 +19,24 @@ MAX_TOKENS: Final = 1 << 20
 MAX_NAME: Final = 1024
 """Longest identifier, characters."""
 
+MAX_TEXT: Final = 1 << 16
+"""Longest reason or description, characters; a sender cuts, a receiver refuses."""
+
+MAX_COUNT: Final = 1 << 20
+"""Largest number of samples, slots or credits."""
+
+MAX_VERSION: Final = (1 << 31) - 1
+"""Versions of tokens are kept as int32."""
+
+MAX_TOTAL: Final = 1 << 53
+"""Largest total of tokens; beyond it a float, as in a rate, would be off."""
+
+MAX_BYTES: Final = 1 << 50
+"""Largest size of a version, bytes: far above any, far below where sums overflow int64."""
+
+MAX_SECONDS: Final = 1e9
+"""Longest duration."""
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -29,7 +47,33 @@ def name(field: str, value: str, *, empty: bool = False) -> str:
         raise ValueError(f"{field} is empty")
     if len(value) > MAX_NAME:
         raise ValueError(f"{field} has {len(value)} characters; at most {MAX_NAME} are taken")
+    if not value.isprintable():
+        raise ValueError(f"{field} = {value[:80]!r} holds characters that cannot be printed")
     return value
+
+
+def text(field: str, value: str) -> str:
+    """A reason or description: at most `MAX_TEXT` characters, of any kind."""
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"{field} has {len(value)} characters; at most {MAX_TEXT} are taken")
+    return value
+
+
+def cut(value: str) -> str:
+    """What a sender makes of a text that is too long for `text`."""
+    return value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
+
+
+def count(field: str, value: int, high: int = MAX_COUNT, *, low: int = 0) -> int:
+    """A whole number in [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"{field} = {value} is not in [{low}, {high}]")
+    return value
+
+
+def seconds(field: str, value: float, high: float = MAX_SECONDS) -> float:
+    """A duration in [0, high]."""
+    return finite(field, value, 0.0, high)
 
 
 def finite(field: str, value: float, low: float = -math.inf, high: float = math.inf) -> float:
@@ -41,9 +85,7 @@ def finite(field: str, value: float, low: float = -math.inf, high: float = math.
 
 def version(field: str, value: int) -> int:
     """A policy version: -1 (none) or more."""
-    if value < NO_VERSION:
-        raise ValueError(f"{field} = {value} is under {NO_VERSION}")
-    return value
+    return count(field, value, MAX_VERSION, low=NO_VERSION)
 
 
 def lookup(field: str, table: Mapping[K, V], key: K) -> V:
