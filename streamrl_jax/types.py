@@ -250,6 +250,7 @@ class Hello:
     fence: Fence
     heartbeat_interval_s: float = 1.0
     progress_interval_s: float = 0.0  # 0: no partial answers
+    answers: int = 0  # that it takes before it grants more; 0: any number
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,14 @@ class FakeEngine:
             raise EngineFailed(self._crash)
 
 
+async def one_by_one(messages: AsyncIterator[pb.GenerateResponse]) -> AsyncIterator[pb.GenerateResponse]:
+    """What a service sends, each message for itself."""
+    async for message in messages:
+        together = message.WhichOneof("kind") == "several"
+        for one in message.several.responses if together else (message,):
+            yield one
+
+
 @dataclass
 class FaultyStream(rpc.StreamGenerationServicer):
     """A service whose finished answers are repeated or swapped on their way out."""
@@ -224,7 +232,7 @@ class FaultyStream(rpc.StreamGenerationServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         held: pb.GenerateResponse | None = None
         answers = 0
-        async for message in self.inner.Generate(request_iterator, context):
+        async for message in one_by_one(self.inner.Generate(request_iterator, context)):
             kind = message.WhichOneof("kind")
             if kind == "finished" and self.reorder and held is None:
                 held = message

@@ -19,7 +19,7 @@ from streamrl_jax.control.tasks import to_the_end, until_one_ends
 from streamrl_jax.control.tenure import Fate, Tenure
 from streamrl_jax.control.updates import pick_source, push
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen.client import InstanceClient, StreamEvent
+from streamrl_jax.gen.client import Granted, InstanceClient, StreamEvent
 from streamrl_jax.gen.launch import Launched
 from streamrl_jax.types import (
     NO_VERSION,
@@ -89,7 +89,7 @@ class Instance:
         if self._status.state is InstanceState.DRAINING or self.tenure.leaving or not self._checked:
             return None
         capacity = self._info.slots + self._info.lookahead
-        held = self._shared.work.ledger.held_count(self.name)
+        held = max(self._shared.work.ledger.held_count(self.name), capacity - self._link.credit)
         return Room(self.name, self.version, capacity, held, pinned_only=self._updating)
 
     def assign(self, assignment: Assignment) -> None:
@@ -305,6 +305,8 @@ class Instance:
                 self._lease.useless(now)
                 self._believe(event.reason)
                 work.rejected(fence, event, self.name)
+            case Granted():
+                pass
             case _:
                 return
         self._note(now)

@@ -147,7 +147,9 @@ class Pool:
         if only and not self._work.offer_all:
             chosen = [instance] if (instance := self._instances.get(only)) is not None else []
         self._work.offer_all = False
-        rooms = [room for instance in chosen if (room := instance.room()) is not None]
+        rooms = [room for instance in chosen if (room := instance.room()) is not None and room.free]
+        if not rooms:
+            return
         for name, assignment in self._work.take(rooms):
             self._instances[name].assign(assignment)
 
@@ -223,6 +225,7 @@ class Pool:
         self._gone[instance.name] = why
         self._emit(ControlEvent(EventKind.GONE, instance.name, why))
         self._work.gone(instance.name)
+        self._shared.launcher.forget(instance.name)
         if not self._instances:
             raise ControlError("no instance is left: " + "; ".join(self._gone.values()))
 

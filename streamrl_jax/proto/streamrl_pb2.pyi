@@ -46,21 +46,29 @@ class Fence(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("hello", "assign", "abort", "credit", "acknowledge")
+    __slots__ = ("hello", "assign", "abort", "credit", "acknowledge", "several")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     assign: Assign
     abort: Abort
     credit: Credit
     acknowledge: Acknowledge
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ...) -> None: ...
+    several: GenerateRequests
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., several: _Optional[_Union[GenerateRequests, _Mapping]] = ...) -> None: ...
+
+class GenerateRequests(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[GenerateRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[GenerateRequest, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("welcome", "progress", "finished", "rejected", "credit", "heartbeat", "drained")
+    __slots__ = ("welcome", "progress", "finished", "rejected", "credit", "heartbeat", "drained", "several")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +76,7 @@ class GenerateResponse(_message.Message):
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     progress: Progress
     finished: Finished
@@ -75,19 +84,28 @@ class GenerateResponse(_message.Message):
     credit: Credit
     heartbeat: Heartbeat
     drained: Drained
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    several: GenerateResponses
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., several: _Optional[_Union[GenerateResponses, _Mapping]] = ...) -> None: ...
+
+class GenerateResponses(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("fence", "protocol", "heartbeat_interval_s", "progress_interval_s")
+    __slots__ = ("fence", "protocol", "heartbeat_interval_s", "progress_interval_s", "answers")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
     protocol: int
     heartbeat_interval_s: float
     progress_interval_s: float
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., protocol: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., progress_interval_s: _Optional[float] = ...) -> None: ...
+    answers: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., protocol: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., progress_interval_s: _Optional[float] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("instance", "slots", "lookahead", "max_model_len", "version", "accepts_same_host_weights", "host_id", "engine")

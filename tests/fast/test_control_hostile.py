@@ -45,7 +45,8 @@ Reply = Callable[[pb.GenerateRequest], list[bytes]]
 def welcome(request: pb.GenerateRequest, slots: int = 4) -> list[bytes]:
     greeting = pb.GenerateResponse(welcome=codec.info_to_proto(replace(INFO, slots=slots)))
     beat = pb.GenerateResponse(heartbeat=codec.heartbeat_to_proto(FENCE, IDLE))
-    return [greeting.SerializeToString(), beat.SerializeToString()]
+    credit = pb.GenerateResponse(credit=pb.Credit(count=1000))
+    return [message.SerializeToString() for message in (greeting, beat, credit)]
 
 
 def answering(make: Callable[[pb.Assign], pb.GenerateResponse | bytes]) -> Reply:
@@ -54,10 +55,10 @@ def answering(make: Callable[[pb.Assign], pb.GenerateResponse | bytes]) -> Reply
     def reply(request: pb.GenerateRequest) -> list[bytes]:
         if request.WhichOneof("kind") == "hello":
             return welcome(request)
-        if request.WhichOneof("kind") != "assign":
-            return []
-        message = make(request.assign)
-        return [message if isinstance(message, bytes) else message.SerializeToString()]
+        together = request.WhichOneof("kind") == "several"
+        requests = request.several.requests if together else (request,)
+        made = [make(one.assign) for one in requests if one.WhichOneof("kind") == "assign"]
+        return [one if isinstance(one, bytes) else one.SerializeToString() for one in made]
 
     return reply
 

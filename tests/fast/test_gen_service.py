@@ -83,9 +83,10 @@ async def serving(
     ready: bool = True,
     fence: Fence | None = None,
     fetch: Sources | None = None,
+    lookahead: int = 100,
 ) -> AsyncIterator[tuple[GenerationService, str]]:
     """A running service and its address."""
-    service = GenerationService(engine, Identity("instance-0", 2, "host", fence=fence), fetch)
+    service = GenerationService(engine, Identity("instance-0", lookahead, "host", fence=fence), fetch)
     access = net.Access(token)
     server = net.make_server(access)
     add_health(server, lambda: service.serving)
@@ -423,10 +424,51 @@ def test_answers_wait_for_credit_once_it_is_used() -> None:
             for index in range(5):
                 await stream.assign(assignment(index))
             assert len(await quiet(stream, 0.3)) == 2
-        async with serving(FakeEngine(slots=8)) as (_, address), stream_to(address) as (_, stream):
-            assert await next_of(stream, Granted) == Granted(10)  # slots and look-ahead
+
+    run(scenario)
+
+
+def test_an_instance_grants_what_it_holds_and_ends_a_stream_that_brings_more() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(slots=3)
+        async with serving(engine, lookahead=1) as (_, address), stream_to(address) as (_, stream):
+            assert await next_of(stream, Granted) == Granted(4)  # slots and look-ahead
             await stream.assign(assignment(0))
             assert await next_of(stream, Granted) == Granted(1)
+            engine.hang()
+            for index in range(1, 5):
+                await stream.assign(assignment(index))
+            await stream.assign(assignment(1))  # again
+            with pytest.raises(
+                InstanceError, match=r"4 assignments are unanswered .* s1 is too many"
+            ) as ended:
+                await next_of(stream, Generation)
+            assert ended.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            engine.thaw()
+
+    run(scenario)
+
+
+def test_an_answer_that_is_not_taken_keeps_its_place_in_the_instance() -> None:
+    """A controller that grants no more answers is granted no more assignments: memory ends where the credit does."""
+
+    async def scenario() -> None:
+        engine = FakeEngine(slots=3)
+        hello = replace(HELLO, answers=2)
+        async with serving(engine, lookahead=1) as (_, address), stream_to(address, hello) as (_, stream):
+            given = [assignment(index) for index in range(5)]
+            assert await next_of(stream, Granted) == Granted(4)
+            await stream.hand_over(given[:4], [])
+            found = [await next_of(stream, Generation) for _ in range(2)]
+            assert (await next_of(stream, Granted)).count + 2 <= 4
+            assert {one.sample_id for one in found} < {"s0", "s1", "s2", "s3"}
+            await stream.grant(1)
+            await next_of(stream, Generation)
+            await stream.grant(1)
+            await next_of(stream, Generation)
+            await stream.hand_over(given[4:], [(one.sample_id, one.attempt) for one in given[:4]])
+            await stream.grant(1)
+            assert (await next_of(stream, Generation)).sample_id == "s4"
 
     run(scenario)
 
