@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from streamrl_jax.config_schema import Key, keys, sections
+from streamrl_jax.config_schema import Key, keys, sections, tables
 from streamrl_jax.metric_names import metrics_page
 from streamrl_jax.toml_text import toml_value
 
@@ -40,6 +40,9 @@ def config_page() -> str:
         own = [key for key in keys().values() if key.name.rpartition(".")[0] == section]
         if own:
             blocks.append("\n".join([f"## [{section}]", "", meaning, "", *_table(own)]) + "\n")
+        for table, (what, entry) in tables().items():
+            if table.rpartition(".")[0] == section:
+                blocks.append("\n".join([f"## [[{table}]]", "", what, "", *_table(list(entry))]) + "\n")
     return "\n".join(blocks)
 
 

@@ -18,6 +18,9 @@ from streamrl_jax.config_algorithm import (
     OptimSection,
     OverlongBufferSection,
 )
+from streamrl_jax.config_control import ControlSection
+from streamrl_jax.config_distributed import DistributedSection
+from streamrl_jax.config_generation import GenSection
 from streamrl_jax.config_rules import GROUP_BASELINES, WHITENED, CombinationFaultsError, combination_faults
 from streamrl_jax.config_section import Section
 from streamrl_jax.config_security import SecuritySection
@@ -109,49 +112,6 @@ class RolloutSection(Section):
         return self
 
 
-class GenSection(Section):
-    """The stream generation service: instances and their engines."""
-
-    instances: int = Field(default=1, ge=0)
-    """Local instances that the run starts; 0 with ``endpoints`` only."""
-    endpoints: list[str] = Field(default_factory=list)
-    """``host:port`` of instances that were started elsewhere with ``streamrl gen``."""
-    python: str = ""
-    """Interpreter of the generation environment; empty: the trainer's own."""
-    devices: list[str] = Field(default_factory=list)
-    """One entry an instance: GPU ids (``"4,5"``), or CPU cores (``"cpu:0"``, ``"cpu:0-3"``); empty: automatic."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs (or CPU workers) per instance."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The engine's dtype, in which weights are shipped."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences an instance runs at once."""
-    lookahead: int = Field(default=8, ge=0)
-    """Assignments an instance holds beyond its slots."""
-    max_model_len: int = Field(default=0, ge=0)
-    """Tokens of prompt and answer; 0: the two limits of ``data``."""
-    kv_cache_gib: float = Field(default=1.0, gt=0.0)
-    """KV cache on a CPU machine, GiB."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory that the engine takes."""
-    enforce_eager: bool = True
-    """No graph capture: quicker to start, slower to decode on GPUs."""
-    enable_prefix_caching: bool = True
-    """Shares the prompt's KV between the answers of a group; reset with every update."""
-    start_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Bound on an instance's start."""
-    heartbeat_interval_s: float = Field(default=1.0, gt=0.0)
-    """How often an instance reports."""
-    lease_s: float = Field(default=20.0, gt=0.0)
-    """An instance silent for so long, or without progress while it generates, is taken for dead and restarted."""
-    progress_interval_s: float = Field(default=0.0, ge=0.0)
-    """Partial answers are sent so often; 0: only finished ones."""
-    max_restarts: int = Field(default=5, ge=0)
-    """Restarts per instance before the run stops with its name."""
-    listen: str = "127.0.0.1"
-    """Address that instances bind; anything but loopback needs TLS (``security``) and a token."""
-
-
 class RewardSection(Section):
     """The reward function."""
 
@@ -189,6 +149,7 @@ class TrainerSection(Section):
     """A reward, loss or gradient that is not finite refuses the iteration's update, and the samples that caused it are
     named. Then the run stops, or goes on with the weights as they were."""
     mesh: MeshSection = MeshSection()
+    distributed: DistributedSection = DistributedSection()
     devices: str = ""
     """GPU ids of the trainer on this node (``"0,1,2,3"``); empty: all, or what the instances leave."""
     xla_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -292,6 +253,7 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     trainer: TrainerSection = TrainerSection()
     bridge: BridgeSection = BridgeSection()
+    control: ControlSection = ControlSection()
     agreement: AgreementSection = AgreementSection()
     security: SecuritySection = SecuritySection()
     sft: SftSection = SftSection()

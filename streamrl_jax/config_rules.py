@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from streamrl_jax.config_generation import pool_faults
 from streamrl_jax.config_section import Section
 
 if TYPE_CHECKING:
@@ -214,8 +215,7 @@ def _generation_faults(cfg: Config) -> Iterator[str]:
             f"agreement.probe_prompts = 0 with trainer.max_staleness = {cfg.trainer.max_staleness}: the consumed "
             "tokens are of an older version than the trainer's, and agreement would not be measured; ask for 1 or more"
         )
-    if not cfg.gen.instances and not cfg.gen.endpoints:
-        yield "gen.instances = 0 and gen.endpoints is empty: nothing would generate"
+    yield from pool_faults(cfg.gen)
     if cfg.gen.max_model_len and cfg.gen.max_model_len < cfg.longest_sample:
         yield (
             f"gen.max_model_len = {cfg.gen.max_model_len} is under data.max_prompt_length + "

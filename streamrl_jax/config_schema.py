@@ -88,11 +88,28 @@ def sections() -> Mapping[str, str]:
     return dict(_walk_sections(Config, ""))
 
 
+@cache
+def tables() -> Mapping[str, tuple[str, tuple[Key, ...]]]:
+    """Each list of tables (`[[gen.pools]]`) by its dotted name: what an entry is, and its keys."""
+    found = {}
+    for key in keys().values():
+        if get_origin(key.annotation) is list and _is_section(model := get_args(key.annotation)[0]):
+            entry = tuple(
+                _key(f"{key.name}.", name, field, field.get_default(call_default_factory=True))
+                for name, field in model.model_fields.items()
+            )
+            found[key.name] = (" ".join((model.__doc__ or "").split()), entry)
+    return found
+
+
 def key_above(name: str) -> Key | None:
     """The key that `name` is, or lies within when it belongs to a free table (`data.task.digits`)."""
     found = keys().get(name)
     if found is not None:
         return found
+    table, _, _ = name.rpartition(".")
+    if table in tables():
+        return next((key for key in tables()[table][1] if key.name == name), None)
     return next((key for key in keys().values() if key.is_table and name.startswith(key.name + ".")), None)
 
 
@@ -118,7 +135,8 @@ def near_keys(name: str, limit: int = 3) -> list[str]:
         leaf_ratio = _ratio(leaf, key_leaf)
         return leaf_ratio + 0.5 * _ratio(section, key_section) if leaf_ratio > 0.6 else 0.0
 
-    scores = {key: closeness(key) for key in keys()}
+    names = [key.name for key in tables()[section][1]] if section in tables() else [*keys()]
+    scores = {key: closeness(key) for key in names}
     best = max(scores.values())
     near = [key for key, score in scores.items() if score > max(0.0, best - 0.3)]
     return sorted(near, key=lambda key: -scores[key])[:limit]
@@ -139,20 +157,28 @@ def _walk(model: type[BaseModel], values: BaseModel, prefix: str) -> Iterator[Ke
         if isinstance(value, BaseModel):
             yield from _walk(type(value), value, f"{prefix}{name}.")
         else:
-            yield Key(
-                name=prefix + name,
-                type=_type_text(field.annotation),
-                bounds=_bounds_text(field),
-                default=value,
-                meaning=" ".join((field.description or "").split()),
-                annotation=field.annotation,
-            )
+            yield _key(prefix, name, field, value)
+
+
+def _key(prefix: str, name: str, field: FieldInfo, value: Any) -> Key:
+    return Key(
+        name=prefix + name,
+        type=_type_text(field.annotation),
+        bounds=_bounds_text(field),
+        default=value,
+        meaning=" ".join((field.description or "").split()),
+        annotation=field.annotation,
+    )
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if isinstance(annotation, type) and _is_section(annotation):
             yield prefix + name, " ".join((annotation.__doc__ or "").split())
             yield from _walk_sections(annotation, f"{prefix}{name}.")
 
@@ -163,6 +189,8 @@ def _type_text(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(annotation))
     if get_origin(annotation) is list:
+        if _is_section(get_args(annotation)[0]):
+            return "list of tables"
         return f"list of {_type_text(get_args(annotation)[0])}"
     raise TypeError(f"config.py uses a type that the documentation has no words for: {annotation!r}")
 

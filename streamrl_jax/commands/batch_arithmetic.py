@@ -23,7 +23,10 @@ def batch_arithmetic(config: Config, shards: int = 1) -> str:
     samples, iterations = config.samples_per_iteration, config.trainer.total_training_steps
     shape = plan_rl_shape(config, shards)
     updates = config.mini_batches * config.actor.ppo_epochs
-    slots = gen.instances * gen.max_num_seqs
+    slots = sum(pool.instances * pool.max_num_seqs for pool in gen.all_pools)
+    sizes = " + ".join(
+        f"{pool.instances} instances × {pool.max_num_seqs}" for pool in gen.all_pools if pool.instances
+    )
     budget = config.actor.ppo_max_token_len_per_gpu
     lines = {
         "iteration": f"{data.train_batch_size:,} prompts × {config.rollout.n} answers = {samples:,} samples"
@@ -35,7 +38,7 @@ def batch_arithmetic(config: Config, shards: int = 1) -> str:
         "optimizer steps",
         "micro-batch": f"{len(shape.shapes)} compiled shapes, rows × tokens over {shards} data-parallel ranks: "
         f"{', '.join(map(str, shape.shapes))}; at most {shape.full.tokens // shards:,} tokens a rank (of {budget:,})",
-        "generation": f"{gen.instances} instances × {gen.max_num_seqs} slots = {slots:,} at once"
+        "generation": f"{sizes or '0'} slots = {slots:,} at once"
         + (f", {-(-samples // slots)} rounds an iteration" if slots else "")
         + (f", and {len(gen.endpoints)} endpoints" if gen.endpoints else ""),
         "mode": _mode(config),

@@ -19,6 +19,7 @@ from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
 from streamrl_jax.commands.model_size import model_size
 from streamrl_jax.commands.starts import Start
 from streamrl_jax.config import Config
+from streamrl_jax.config_generation import GenPoolSection
 from streamrl_jax.config_hints import hints
 from streamrl_jax.config_io import dump_config
 from streamrl_jax.data import load_prompts
@@ -26,7 +27,15 @@ from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import engine_environment
 from streamrl_jax.rewards import load_reward
-from streamrl_jax.setup.devices import DeviceSplit, Machine, look_around, split_devices, trainer_environment
+from streamrl_jax.setup.devices import (
+    DeviceSplit,
+    Machine,
+    gpus_of,
+    instance_names,
+    look_around,
+    split_devices,
+    trainer_environment,
+)
 from streamrl_jax.setup.inputs import check_body, check_experts, load_advantage, load_loss
 from streamrl_jax.setup.instances import engine_options
 from streamrl_jax.setup.model_source import looks_like_hub_id
@@ -125,14 +134,12 @@ def _trainer_devices(config: Config, split: DeviceSplit) -> int:
 def _devices(config: Config, machine: Machine) -> str:
     split = split_devices(config, machine)
     lines = ["devices", f"trainer     {'GPU ' + ','.join(split.trainer) if split.trainer else 'CPU'}"]
-    lines += [f"instance-{index}  {_device_text(entry)}" for index, entry in enumerate(split.instances)]
+    lines += [
+        f"{name}  {_device_text(entry)}{_size_text(pool, config)}"
+        for (name, pool), entry in zip(instance_names(config), split.instances, strict=True)
+    ]
     lines += [f"endpoint-{index}  {address}" for index, address in enumerate(config.gen.endpoints)]
-    named = {
-        gpu
-        for entry in (*split.instances, *split.trainer)
-        if not entry.startswith("cpu")
-        for gpu in entry.split(",")
-    }
+    named = {gpu for entry in (*split.instances, *split.trainer) for gpu in gpus_of(entry)}
     if absent := sorted(named - set(machine.gpus)):
         lines.append(
             f"(this machine does not show the GPUs {', '.join(absent)}; the run needs one that has them)"
@@ -141,7 +148,16 @@ def _devices(config: Config, machine: Machine) -> str:
 
 
 def _device_text(entry: str) -> str:
+    if not entry:
+        return "where Ray places it"
     return f"cores {entry.removeprefix('cpu:')}" if entry.startswith("cpu:") else f"GPU {entry}"
+
+
+def _size_text(pool: GenPoolSection, config: Config) -> str:
+    """What sets a pool apart; empty where there is only one."""
+    if not config.gen.pools:
+        return ""
+    return f", tensor parallel {pool.tensor_parallel_size}, {pool.max_num_seqs} slots"
 
 
 def _processes(config: Config, machine: Machine, run_dir: Path) -> str:
@@ -149,10 +165,10 @@ def _processes(config: Config, machine: Machine, run_dir: Path) -> str:
     python = config.gen.python or sys.executable
     trainer = _command(trainer_environment(config, split), "streamrl train ... (this command)")
     lines = ["processes", f"trainer     {trainer}"]
-    for index, device in enumerate(split.instances):
-        options = engine_options(config, config.model.path, device, vocab_limit=None)
-        command = f"{python} -P -m streamrl_jax.gen.instance --spec {run_dir}/instances/instance-{index}.json"
-        lines.append(f"instance-{index}  {_command(engine_environment(options), command)}")
+    for (name, pool), device in zip(instance_names(config), split.instances, strict=True):
+        options = engine_options(config, config.model.path, device, None, pool)
+        command = f"{python} -P -m streamrl_jax.gen.instance --spec {run_dir}/instances/{name}.json"
+        lines.append(f"{name}  {_command(engine_environment(options), command)}")
     return "\n".join(lines)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,6 +20,8 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
 from streamrl_jax.types import Fence, UpdateReport
+
+_LOOK_S = 0.2  # for somebody who dials in
 
 
 @dataclass(eq=False)
@@ -89,25 +93,26 @@ class Pool:
             self._emit(ControlEvent(EventKind.ADDED, name))
         self._spawn(self._keep(self._instances[name]), name=f"instance {name}")
 
-    def drain(self, name: str, *, at_once: bool = False) -> None:
-        """Lets an instance go: it gets nothing new, and leaves when what it holds is answered.
+    def drain(self, *names: str, at_once: bool = False) -> None:
+        """Lets instances go: they get nothing new, and leave when what they hold is answered.
 
         Asked again, it changes nothing, or makes the leaving one leave at once.
 
         Args:
-            name: of the instance.
-            at_once: what it holds is handed out to the others instead.
+            names: of the instances; all or none.
+            at_once: what they hold is handed out to the others instead.
 
         Raises:
-            UserError: no such instance, or it is the last one.
+            UserError: no such instance, or nobody would be left.
         """
-        instance = self._find(name)
-        if not any(other is not instance for other in self._staying()):
+        leaving = [self._find(name) for name in names]
+        if not any(other not in leaving for other in self._staying()):
             raise UserError(
-                f"{name} is the last instance of the run, which could not go on without it; add another one first "
-                "(streamrl pool add)"
+                f"{' and '.join(names)} {'is the last instance' if len(names) == 1 else 'are the last instances'} of "
+                "the run, which could not go on without; add another one first (streamrl pool add)"
             )
-        self._let_go(instance, "it was drained at once" if at_once else "it was drained", at_once=at_once)
+        for instance in leaving:
+            self._let_go(instance, "it was drained at once" if at_once else "it was drained", at_once=at_once)
 
     def dismiss(self, name: str, why: str) -> None:
         """Takes an instance out at once, also the last one: it is known to be gone.
@@ -178,13 +183,26 @@ class Pool:
         """Each instance, in the order they were added."""
         return tuple(instance.view() for instance in self._instances.values())
 
+    def farewell(self, name: str) -> str | None:
+        """Why an instance has left; None: it is in the pool, or never was."""
+        return None if name in self._instances else self._gone.get(name)
+
+    def gone(self) -> Mapping[str, str]:
+        """Those that have left, and why."""
+        return self._gone
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._instances
+
     def loaded(self) -> int:
         """How many are loaded and connected, and stay."""
         return sum(instance.loaded for instance in self._staying())
 
     def wanted(self) -> int:
-        """How many must be loaded for the run to begin: those that it begins with, as far as they stay."""
-        return sum(instance.tenure.founding for instance in self._staying())
+        """How many must be loaded for the run to begin: those that it begins with, as far as they stay, and whoever
+        must dial in."""
+        founding = sum(instance.tenure.founding for instance in self._staying())
+        return max(founding, self._shared.settings.min_instances)
 
     def serving(self, version: int) -> list[str]:
         """Those that serve exactly this version."""
@@ -227,7 +245,16 @@ class Pool:
         self._work.gone(instance.name)
         self._shared.launcher.forget(instance.name)
         if not self._instances:
-            raise ControlError("no instance is left: " + "; ".join(self._gone.values()))
+            await self._others_dial_in()
+
+    async def _others_dial_in(self) -> None:
+        """Nobody is left: a run whose instances dial in waits for them as long as at its start."""
+        settings = self._shared.settings
+        end = time.monotonic() + (settings.start_timeout_s if settings.min_instances else 0.0)
+        while not self._instances:
+            if time.monotonic() >= end:
+                raise ControlError("no instance is left: " + "; ".join(self._gone.values()))
+            await asyncio.sleep(_LOOK_S)
 
     def _settled(self, report: UpdateReport) -> None:
         """An instance serves ``report.version``, or was lost: answers whatever waited for that or less."""

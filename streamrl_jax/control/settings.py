@@ -18,6 +18,7 @@ class ControlSettings:
     progress_interval_s: float = 0.0  # 0: only finished answers are sent
     lease_s: float = 20.0  # see `control.lease`
     max_restarts: int = 5  # per instance
+    min_instances: int = 0  # so many must be ready before the run begins; above 0: instances dial in
     update_timeout_s: float = 300.0  # one update of one instance
     drain_timeout_s: float = 3600.0  # what runs before it, which the lease watches, may take so long
     transport: Literal["auto", "shm", "grpc"] = "auto"
@@ -45,6 +46,7 @@ class ControlSettings:
             progress_interval_s=gen.progress_interval_s,
             lease_s=gen.lease_s,
             max_restarts=gen.max_restarts,
+            min_instances=gen.min_instances,
             update_timeout_s=bridge.update_timeout_s,
             transport=bridge.transport,
             in_flight=bridge.in_flight,

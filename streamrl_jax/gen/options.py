@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.types import Fence
+
+NO_ADDRESS_EXIT_CODE: Final = 74
+"""Of an instance that could not write its address file; its log may be on the same full disk."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,20 @@ class InstanceSpec:
     fence: Fence | None = None  # of the run that starts it; None: whoever says Hello first
 
 
+@dataclass(frozen=True)
+class PoolTemplate:
+    """A pool of equal instances."""
+
+    name: str  # the instances are called name-0, name-1, ...
+    spec: InstanceSpec  # of any of them, but for name and device
+    devices: tuple[str, ...] = ()  # of the instances that the run begins with, one entry each
+
+    def instance(self, index: int, device: str) -> InstanceSpec:
+        """The specification of one of them."""
+        engine = dataclasses.replace(self.spec.engine, device=device)
+        return dataclasses.replace(self.spec, name=f"{self.name}-{index}", engine=engine)
+
+
 def write_spec(spec: InstanceSpec, path: Path) -> None:
     """Writes a spec as JSON."""
     path.write_text(json.dumps(dataclasses.asdict(spec), indent=1))
@@ -68,15 +85,24 @@ def read_spec(path: Path) -> InstanceSpec:
         UserError: no JSON, or no spec; names the file and the fault.
     """
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-        fields["engine"] = EngineOptions(**fields["engine"])
-        fields["access"] = AccessFiles(**fields["access"])
-        for name in ("blob_directories", "stores"):
-            fields[name] = tuple(fields[name])
-        fields["fence"] = Fence(**fields["fence"]) if fields.get("fence") else None
-        return InstanceSpec(**fields)
+        return spec_from_fields(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no instance spec: {type(error).__name__}: {error}") from error
+
+
+def spec_from_fields(fields: dict[str, Any]) -> InstanceSpec:
+    """The spec of which ``fields`` is what `dataclasses.asdict` and JSON made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not.
+    """
+    fields = dict(fields)
+    fields["engine"] = EngineOptions(**fields["engine"])
+    fields["access"] = AccessFiles(**fields["access"])
+    for name in ("blob_directories", "stores"):
+        fields[name] = tuple(fields[name])
+    fields["fence"] = Fence(**fields["fence"]) if fields.get("fence") else None
+    return InstanceSpec(**fields)
 
 
 def engine_seed(run_seed: int, name: str, incarnation: int, start: int) -> int:

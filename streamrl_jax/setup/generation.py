@@ -12,14 +12,12 @@ from streamrl_jax.config import Config
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen import net
-from streamrl_jax.gen.launch import Launcher, StaticLauncher, endpoint_names
-from streamrl_jax.gen.launch.joined import JoinedLauncher
-from streamrl_jax.gen.launch.local import LocalLauncher
+from streamrl_jax.gen.launch.fleet import Fleet
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.setup.devices import DeviceSplit
+from streamrl_jax.setup.fleet import fleet_plan, open_fleet
 from streamrl_jax.setup.inputs import Inputs
-from streamrl_jax.setup.instances import local_specs
 from streamrl_jax.setup.security import run_access
 
 _LOOK_S = 1.0
@@ -27,7 +25,7 @@ _LOOK_S = 1.0
 
 def make_launcher(
     cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, files: net.AccessFiles
-) -> Launcher:
+) -> Fleet:
     """The launcher of the run's local instances and of its endpoints.
 
     Args:
@@ -41,15 +39,7 @@ def make_launcher(
         UserError: An endpoint is no address, named twice, or on another machine in plain text
             without `security.insecure`.
     """
-    limit = inputs.tokenizer.vocab_limit(masked=cfg.rollout.mask_padded_vocab)
-    specs = local_specs(cfg, inputs.model_dir, split, files, home.fence, limit, home.path)
-    local = LocalLauncher(specs, home.path, run_seed=cfg.run.seed, python=cfg.gen.python)
-    if not cfg.gen.endpoints:
-        return local
-    access = net.Access.from_files(files)
-    for address in cfg.gen.endpoints:
-        net.check_call(address, access)
-    return JoinedLauncher([local, StaticLauncher(endpoint_names(cfg.gen.endpoints))])
+    return open_fleet(fleet_plan(cfg, home, inputs, split, files))
 
 
 @dataclass

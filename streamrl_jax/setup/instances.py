@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl_jax.config import Config
+from streamrl_jax.config_generation import GenPoolSection
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.access import AccessFiles
-from streamrl_jax.gen.options import EngineOptions, InstanceSpec, write_spec
-from streamrl_jax.setup.devices import DeviceSplit
+from streamrl_jax.gen.options import EngineOptions, InstanceSpec, PoolTemplate, write_spec
+from streamrl_jax.setup.devices import DeviceSplit, instance_names
 from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.types import Fence
 
 
-def engine_options(config: Config, model: str, device: str, vocab_limit: int | None) -> EngineOptions:
+def engine_options(
+    config: Config, model: str, device: str, vocab_limit: int | None, pool: GenPoolSection | None = None
+) -> EngineOptions:
     """The engine that a configuration asks for.
 
     Args:
@@ -25,28 +28,30 @@ def engine_options(config: Config, model: str, device: str, vocab_limit: int | N
         model: The checkpoint's directory; its weights are not read.
         device: The instance's entry of a split, as in `gen.devices`; empty: what vLLM finds.
         vocab_limit: From `Tokenizer.vocab_limit`.
+        pool: The instance's pool, with nothing left out; None: the default one.
 
     Returns:
         The options.
     """
     gen = config.gen
+    pool = pool or gen.all_pools[0]
     return EngineOptions(
         model=model,
         max_model_len=gen.max_model_len or config.longest_sample,
         dtype=gen.dtype,
-        max_num_seqs=gen.max_num_seqs,
-        tensor_parallel_size=gen.tensor_parallel_size,
+        max_num_seqs=pool.max_num_seqs,
+        tensor_parallel_size=pool.tensor_parallel_size,
         seed=config.run.seed,
         device=device,
-        kv_cache_gib=gen.kv_cache_gib,
-        gpu_memory_utilization=gen.gpu_memory_utilization,
+        kv_cache_gib=pool.kv_cache_gib,
+        gpu_memory_utilization=pool.gpu_memory_utilization,
         enforce_eager=gen.enforce_eager,
         enable_prefix_caching=gen.enable_prefix_caching,
         vocab_limit=vocab_limit,
     )
 
 
-def local_specs(
+def pool_templates(
     config: Config,
     model: Path,
     split: DeviceSplit,
@@ -54,8 +59,8 @@ def local_specs(
     fence: Fence,
     vocab_limit: int | None,
     blobs: Path,
-) -> tuple[InstanceSpec, ...]:
-    """The instances that a run starts on its own machine.
+) -> tuple[PoolTemplate, ...]:
+    """The pools of instances that a run starts itself.
 
     Args:
         config: The run's configuration.
@@ -67,20 +72,27 @@ def local_specs(
         blobs: Where the trainer puts weights that do not fit into shared memory.
 
     Returns:
-        One specification an instance, `instance-0` and so on.
+        Every pool, the default one first, whose instances are `instance-0` and so on.
     """
+    devices: dict[str, list[str]] = {}
+    for (_, pool), device in zip(instance_names(config), split.instances, strict=True):
+        devices.setdefault(pool.name, []).append(device)
     return tuple(
-        InstanceSpec(
-            name=f"instance-{index}",
-            engine=engine_options(config, str(model), device, vocab_limit),
-            listen=f"{config.gen.listen}:0",
-            access=access,
-            lookahead=config.gen.lookahead,
-            blob_directories=(str(blobs.absolute()),),
-            stores=tuple(config.security.stores),
-            fence=fence,
+        PoolTemplate(
+            pool.name,
+            InstanceSpec(
+                name=pool.name,
+                engine=engine_options(config, str(model), "", vocab_limit, pool),
+                listen=f"{config.gen.listen}:0",
+                access=access,
+                lookahead=pool.lookahead,
+                blob_directories=(str(blobs.absolute()),),
+                stores=tuple(config.security.stores),
+                fence=fence,
+            ),
+            tuple(devices.get(pool.name, ())),
         )
-        for index, device in enumerate(split.instances)
+        for pool in config.gen.all_pools
     )
 
 

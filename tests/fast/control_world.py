@@ -173,6 +173,9 @@ class World:
         lives.append(await asyncio.wrap_future(self.submit(self.launch(name, len(lives)))))
         return lives[-1]
 
+    def forget(self, name: str) -> None:
+        """Its lives are kept, for the test to look at."""
+
     async def launch(self, name: str, life: int, address: str = "127.0.0.1:0") -> Process:
         """Starts a process; also by hand, for an endpoint."""
         engine = self.engine(name, life)

@@ -27,7 +27,7 @@ from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.options import InstanceSpec, engine_environment, read_spec
 from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.setup.devices import DeviceSplit, Machine
-from streamrl_jax.setup.instances import engine_options, local_specs, standalone_spec
+from streamrl_jax.setup.instances import engine_options, pool_templates, standalone_spec
 from streamrl_jax.train.shapes import plan_rl_shape
 from streamrl_jax.types import Fence
 
@@ -466,11 +466,12 @@ def test_a_dry_run_of_a_resume_finds_the_run_in_place(project: Path) -> None:
 
 def test_a_runs_instances_get_devices_limits_and_fence(project: Path) -> None:
     overrides = ["gen.max_num_seqs=7", "gen.lookahead=3", "gen.enable_prefix_caching=false", "run.seed=5"]
-    config = load_config([Path("base.toml")], overrides)
+    config = load_config([Path("base.toml")], ["gen.instances=2", *overrides])
     fence = Fence("demo-1", 2)
     split = DeviceSplit(("cpu:0", "cpu:1"), ())
     access = AccessFiles(token=str(project / "token"))
-    first, second = local_specs(config, project / "model", split, access, fence, 40, project)
+    (pool,) = pool_templates(config, project / "model", split, access, fence, 40, project)
+    first, second = (pool.instance(index, device) for index, device in enumerate(pool.devices))
     assert (first.name, second.name) == ("instance-0", "instance-1")
     assert (first.engine.device, second.engine.device) == ("cpu:0", "cpu:1")
     assert (first.fence, first.lookahead, first.listen) == (fence, 3, "127.0.0.1:0")

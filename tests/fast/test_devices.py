@@ -14,6 +14,7 @@ from streamrl_jax.gen.options import parse_cores
 from streamrl_jax.setup.devices import (
     DeviceSplit,
     Machine,
+    device_for_another,
     look_around,
     split_devices,
     trainer_environment,
@@ -21,6 +22,8 @@ from streamrl_jax.setup.devices import (
 
 EIGHT = Machine(tuple("01234567"), tuple(range(64)))
 TWO_CORES = Machine((), (0, 1))
+LONG = 'gen.pools=[{name="long", tensor_parallel_size=2}]'
+NAMED = 'gen.pools=[{name="long", tensor_parallel_size=2, devices=["0,1"]}]'
 
 
 def split(machine: Machine, *overrides: str) -> DeviceSplit:
@@ -46,6 +49,10 @@ def split(machine: Machine, *overrides: str) -> DeviceSplit:
             ("0", "1"),
         ),
         (Machine((), (3, 5, 7)), ["gen.instances=2"], ("cpu:3", "cpu:5,7"), ()),
+        (EIGHT, ["gen.instances=2", LONG], ("4", "5", "6,7"), ("0", "1", "2", "3")),
+        (EIGHT, ["gen.instances=1", NAMED], ("7", "0,1"), ("2", "3", "4", "5", "6")),
+        (Machine((), tuple(range(8))), ["gen.instances=2", LONG], ("cpu:0,1", "cpu:2,3", "cpu:4,5,6,7"), ()),
+        (EIGHT, ["gen.launcher=ray", "gen.instances=2"], ("", ""), tuple("01234567")),
     ],
 )
 def test_devices_are_shared_out(
@@ -75,6 +82,13 @@ def test_every_instance_gets_its_cores_and_none_idles_where_all_can_share(
     ("machine", "overrides", "message"),
     [
         (EIGHT, ["gen.instances=9"], r"gen\.instances = 9 .* needs 9 GPUs, and 8 are free"),
+        (EIGHT, ["gen.instances=7", LONG], r"7 .*; gen\.pools\[long\]\.instances = 1 .* needs 9 GPUs"),
+        (
+            EIGHT,
+            ['gen.devices=["1"]', "gen.instances=2", 'gen.pools=[{name="long", devices=["2,3", "cpu:x"]}]'],
+            r"gen\.devices has 1 .*; gen\.pools\[long\]\.devices has 2 .*; gen\.pools\[long\]\.devices = '2,3' names "
+            r"2 GPUs .*; .*cores are written like",
+        ),
         (EIGHT, ["gen.instances=8"], r"leave none for the trainer; lower gen\.instances"),
         (
             EIGHT,
@@ -98,6 +112,30 @@ def test_what_does_not_fit_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(UserError, match=message):
         split(machine, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("machine", "taken", "trainer", "size", "expected"),
+    [
+        (EIGHT, ["6", "7"], ["0", "1"], 1, "5"),
+        (EIGHT, ["6,7"], ["0", "1"], 2, "4,5"),
+        (TWO_CORES, ["cpu:0"], [], 1, "cpu:1"),
+        (TWO_CORES, ["cpu:0", "cpu:1"], [], 1, "cpu:0"),
+        (Machine((), tuple(range(8))), ["cpu:0-3"], [], 1, "cpu:4,5,6,7"),
+        (Machine((), tuple(range(8))), ["cpu:0-3", "cpu:4-7", "cpu:0-3"], [], 2, "cpu:4,5"),
+    ],
+)
+def test_one_that_joins_takes_what_is_free(
+    machine: Machine, taken: list[str], trainer: list[str], size: int, expected: str
+) -> None:
+    assert device_for_another(machine, taken, trainer, size) == expected
+
+
+def test_one_that_joins_is_refused_where_nothing_is_free() -> None:
+    with pytest.raises(UserError, match=r"needs 2 GPUs, and 1 of this machine's 8 are free \(2\).*--join"):
+        device_for_another(EIGHT, ["3", "4,5", "6", "7"], ["0", "1"], 2)
+    with pytest.raises(UserError, match="needs 4 cores"):
+        device_for_another(TWO_CORES, [], [], 4)
 
 
 def test_one_gpu_may_serve_both_where_the_shares_of_memory_add_up() -> None:

@@ -25,3 +25,7 @@ class JoinedLauncher:
     async def start(self, name: str) -> Launched:
         """Starts one, by the launcher that knows it."""
         return await self._by_name[name].start(name)
+
+    def forget(self, name: str) -> None:
+        """Tells the launcher that knows it."""
+        self._by_name[name].forget(name)

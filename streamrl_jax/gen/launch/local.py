@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +21,7 @@ from typing import IO, Final
 import streamrl_jax
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.guard import REAP_S, TRACKERS_S, kill_group
-from streamrl_jax.gen.options import InstanceSpec, engine_seed, write_spec
+from streamrl_jax.gen.options import NO_ADDRESS_EXIT_CODE, InstanceSpec, engine_seed, write_spec
 
 ANSWER_TIMEOUT_S: Final = 60.0
 """Bound on the time from the start of a process to its listening; loading comes after."""
@@ -114,6 +117,18 @@ class LocalLauncher:
         """The instances that can be started."""
         return tuple(self._specs)
 
+    def admit(self, spec: InstanceSpec) -> None:
+        """Learns of another instance, which can then be started."""
+        self._specs[spec.name] = spec
+
+    def forget(self, name: str) -> None:
+        """The instance has left the run; its log stays."""
+        self._specs.pop(name, None)
+
+    def host(self, name: str) -> str:
+        """Where an instance runs: on this host."""
+        return socket.gethostname()
+
     def log_path(self, name: str) -> Path:
         """Where an instance's output goes."""
         return self._run_dir / "logs" / f"{name}.log"
@@ -144,7 +159,10 @@ class LocalLauncher:
             spec, address_file=str(address_file), engine=dataclasses.replace(spec.engine, seed=seed)
         )
         path = self._run_dir / "instances" / f"{name}.json"
-        write_spec(spec, path)
+        try:
+            write_spec(spec, path)
+        except OSError as error:
+            raise UserError(f"instance {name} did not start: {_unwritable(path)}") from error
         return path
 
     def _spawn(self, spec: Path, log: Path) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
@@ -153,9 +171,10 @@ class LocalLauncher:
         guard = [self._python, "-P", "-m", "streamrl_jax.gen.guard"]
         guard += [str(read_end), str(os.getpid()), str(self._grace_s)]
         try:
-            with log.open("ab") as output:
-                output.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
-                output.flush()
+            with log.open("ab", buffering=0) as output:
+                # The instance works without its log: a disk that is full for it may be full for nothing else.
+                with contextlib.suppress(OSError):
+                    output.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
                 process = subprocess.Popen(
                     [*guard, *command],
                     stdin=subprocess.DEVNULL,
@@ -177,7 +196,10 @@ class LocalLauncher:
     ) -> tuple[str, int]:
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not address_file.exists():
-            reason = exit_reason(guard.poll())
+            code = guard.poll()
+            if code == NO_ADDRESS_EXIT_CODE:
+                raise UserError(f"instance {name} did not start: {_unwritable(address_file)}")
+            reason = exit_reason(code)
             if reason is None and time.monotonic() > deadline:
                 reason = f"no address within {ANSWER_TIMEOUT_S:g} s"
             if reason is not None:
@@ -202,6 +224,14 @@ async def _stop(
         guard.wait()
     if process_group is not None:
         await asyncio.to_thread(kill_group, process_group)
+
+
+def _unwritable(path: Path) -> str:
+    free = shutil.disk_usage(path.parent).free
+    return (
+        f"{path} could not be written ({free} bytes are free there). Free some, or lift the quota, or put the run "
+        "directory (run.dir) on a larger disk"
+    )
 
 
 def exit_reason(code: int | None) -> str | None:

@@ -35,7 +35,8 @@ class Launched(Protocol):
 class Launcher(Protocol):
     """Starts the instances of a run, by name.
 
-    Call order: `start` for a name; after `Launched.stop` again, for the next life of the same instance.
+    Call order: `start` for a name; after `Launched.stop` again, for the next life of the same instance; `forget` when
+    it has left for good.
     """
 
     @property
@@ -49,4 +50,8 @@ class Launcher(Protocol):
         Raises:
             UserError: it did not come up to the point of answering; with the last lines of its log.
         """
+        ...
+
+    def forget(self, name: str) -> None:
+        """The instance has left the run: it will not be started again."""
         ...

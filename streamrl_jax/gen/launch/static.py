@@ -39,19 +39,36 @@ class StaticLauncher:
     """
 
     def __init__(self, endpoints: Mapping[str, str]) -> None:
+        self._endpoints: dict[str, str] = {}
         for name, address in endpoints.items():
-            net.split_address(address)
-            twins = [other for other, also in endpoints.items() if also == address and other != name]
-            if twins:
-                raise UserError(
-                    f"gen.endpoints names {address} twice; each instance has an endpoint of its own"
-                )
-        self._endpoints = dict(endpoints)
+            self.admit(name, address)
 
     @property
     def names(self) -> Sequence[str]:
         """The endpoints' names."""
         return tuple(self._endpoints)
+
+    def admit(self, name: str, address: str) -> None:
+        """Learns of another endpoint, or of a new address of one.
+
+        Raises:
+            UserError: it is no address, or that of another one.
+        """
+        net.split_address(address)
+        if any(known == address and other != name for other, known in self._endpoints.items()):
+            raise UserError(
+                f"gen.endpoints names {address} twice, or it is in the pool already; each instance has an endpoint of "
+                "its own"
+            )
+        self._endpoints[name] = address
+
+    def forget(self, name: str) -> None:
+        """The endpoint is not needed any more."""
+        self._endpoints.pop(name, None)
+
+    def address(self, name: str) -> str:
+        """Where an endpoint answers."""
+        return self._endpoints[name]
 
     async def start(self, name: str) -> StaticInstance:
         """Gives the endpoint; whether anyone answers there shows at the first call."""
