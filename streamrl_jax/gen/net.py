@@ -22,7 +22,9 @@ from streamrl_jax.gen.gate import TokenInterceptor
 
 __all__ = [
     "CHANNEL_OPTIONS",
+    "MAX_CALLS",
     "MAX_MESSAGE_BYTES",
+    "MAX_STREAMS",
     "OPEN",
     "SERVER_OPTIONS",
     "Access",
@@ -53,8 +55,21 @@ CHANNEL_OPTIONS: Final = (
     # A proxy for the web has no business between the parts of a run.
     ("grpc.enable_http_proxy", 0),
 )
+MAX_CALLS: Final = 1024
+"""Calls that a server works on at once, of all callers; further ones are told RESOURCE_EXHAUSTED."""
+
+MAX_STREAMS: Final = 128
+"""Calls at once over one connection; further ones wait at the caller."""
+
 SERVER_OPTIONS: Final = (
     *CHANNEL_OPTIONS,
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # What goes with a call: a token and little else.
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    # One that connects and says nothing, in plain text or in TLS, is put out; so is one that asks for nothing.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # Otherwise a second server on the same port would share its calls in silence.
     ("grpc.so_reuseport", 0),
@@ -79,9 +94,11 @@ def is_pollers(error: object) -> bool:
 
 
 def make_server(access: Access) -> grpc.aio.Server:
-    """A server with bounded messages that asks for the token, if there is one."""
+    """A server with bounded messages, metadata and calls that asks for the token, if there is one."""
     interceptors = (TokenInterceptor(access.token),) if access.token else ()
-    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    return grpc.aio.server(
+        interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+    )
 
 
 def bind(server: grpc.aio.Server, address: str, access: Access) -> str:

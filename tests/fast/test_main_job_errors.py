@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Changes], str]] = {
         r"gen.devices has 2 entries.*instances = 1",
     ),
     "listens to the world": (
-        lambda folder: {"bridge": {"listen": "0.0.0.0:0"}},
+        lambda folder: {"bridge": {"listen": "0.0.0.0:0"}, "security": {"tls": "off"}},
         r"0.0.0.0:0.*security.insecure",
     ),
 }
