@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,12 @@ def counting(spec: InstanceSpec) -> FakeEngine:
     """An engine at the pace that the spec's model gives as JSON.
 
     ``tokens_per_s`` of one answer; lengths from ``shortest`` to ``longest``, which follow from the prompt;
-    ``largest_file``: bytes, as on a disk with no room for more.
+    ``largest_file``: bytes, as on a disk with no room for more, while the file ``full`` exists.
     """
     from tests.fakes import FakeEngine
 
     how = json.loads(spec.engine.model)
-    if (largest := how.get("largest_file")) is not None:
+    if (largest := how.get("largest_file")) is not None and Path(how["full"]).exists():
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     shortest, longest = how.get("shortest", 5), how.get("longest", 5)
     return FakeEngine(
@@ -94,6 +95,9 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = USER_ERROR_EXIT_CODE
+    except Exception:
+        traceback.print_exc()
+        code = 1
     os._exit(code)
 
 

@@ -74,14 +74,14 @@ def choose_directory(
         The directory.
 
     Raises:
-        UserError: none has room; names each with its free bytes.
+        NoRoom: none has room; names each with its free bytes.
     """
     room = {directory: free(directory) for directory in candidates}
     for directory, available in room.items():
         if available >= nbytes:
             return directory
     listed = ", ".join(f"{directory} ({available} bytes free)" for directory, available in room.items())
-    raise UserError(
+    raise NoRoom(
         f"A version of the weights needs {nbytes} bytes of shared memory or disk, and there is no room in "
         f"{listed}. Enlarge /dev/shm (docker: --shm-size), or put the run directory on a larger disk."
     )

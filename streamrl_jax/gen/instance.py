@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -51,6 +52,9 @@ def main() -> NoReturn:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = USER_ERROR_EXIT_CODE
+    except Exception:  # it must end: an ordinary exit would wait for the engine's processes
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads in the middle of an import or of a wait for EngineCore would hold an ordinary exit up.

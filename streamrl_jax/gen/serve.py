@@ -16,7 +16,7 @@ from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
 from streamrl_jax.gen import net
 from streamrl_jax.gen.health import add_health
 from streamrl_jax.gen.host import host_id
-from streamrl_jax.gen.options import InstanceSpec
+from streamrl_jax.gen.options import NO_ADDRESS_EXIT_CODE, InstanceSpec
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.gen.sources import Sources
@@ -39,7 +39,8 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
         engine: not yet started.
 
     Returns:
-        Exit code: 0 when told to end, 1 when the engine failed.
+        Exit code: 0 when told to end, 1 when the engine failed, `NO_ADDRESS_EXIT_CODE` when nobody could be told
+        where it answers.
 
     Raises:
         UserError: the address cannot be bound, or the token not be read.
@@ -58,8 +59,9 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
     told = _told_to_end()
     await server.start()
     log.info("%s answers at %s", spec.name, address)
-    if spec.address_file:
-        _announce(address, Path(spec.address_file))
+    if spec.address_file and not _announce(address, Path(spec.address_file)):
+        await server.stop(None)
+        return NO_ADDRESS_EXIT_CODE
     life = asyncio.create_task(service.run())
     try:
         return await _until_the_end(life, told)
@@ -103,8 +105,13 @@ async def _close(engine: Engine) -> None:
         log.warning("the engine did not end within %.0f s; it ends with this process", CLOSE_S)
 
 
-def _announce(address: str, path: Path) -> None:
-    """Writes where the instance answers; whole or not at all."""
+def _announce(address: str, path: Path) -> bool:
+    """Writes where the instance answers; whole or not at all. Returns whether it could."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    part.rename(path)
+    try:
+        part.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+        part.rename(path)
+    except OSError as error:
+        log.error("%s could not be written: %s", path, error)
+        return False
+    return True

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from streamrl_jax.bridge.blob import NoRoom
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.sources import Blob, SourceRefused, Sources
 from streamrl_jax.types import Fence, Manifest, UpdateReport, WeightSource
@@ -150,7 +151,7 @@ class Updates:
             return await self._engine.update_weights(
                 manifest, blob.path, in_flight=in_flight, timeout_s=max(0.0, deadline - time.monotonic())
             )
-        except EngineFailed as error:
+        except (EngineFailed, NoRoom) as error:  # without room for weights it cannot serve this run
             self._on_failure(str(error))
             return self.refused(str(error))
         except Exception as error:

@@ -16,24 +16,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
+from streamrl_jax.bridge.blob import SHARED_MEMORY, BlobWriter
+from streamrl_jax.bridge.manifest import pack
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen.launch import Launcher, LocalLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
-from streamrl_jax.types import Fence, Sample
-from tests.fast.control_world import (
-    FENCE,
-    SETTINGS,
-    check_answer,
-    decode,
-    job,
-    manifest,
-    reward_by_length,
-    source,
-)
+from streamrl_jax.types import Fence, Manifest, Sample, WeightSource
+from tests.fast.control_world import FENCE, SETTINGS, check_answer, decode, job, reward_by_length
 
 LEASE_S = 2.0
 TICK_S = LEASE_S / 4  # between two judgements (`control.instance`)
@@ -155,14 +149,27 @@ class Scene:
 
 
 @contextmanager
+def version_zero(fence: Fence) -> Iterator[tuple[Manifest, WeightSource]]:
+    """Weights in shared memory, of which a counting engine takes no notice."""
+    manifest, blob = pack(fence, 0, "Tiny", {"w": np.zeros(8, np.float32)})
+    with BlobWriter(SHARED_MEMORY, fence, 0, len(blob)) as writer:
+        writer.write(0, bytes(blob))
+        path = writer.seal()
+    try:
+        yield manifest, WeightSource(path=str(path))
+    finally:
+        path.unlink()
+
+
+@contextmanager
 def scene(
     launcher: Launcher,
     run_dir: Path,
     settings: ControlSettings = CHAOS,
     fence: Fence = FENCE,
-    wait: bool = True,
+    publish: bool = True,
 ) -> Iterator[Scene]:
-    """A controller at version 0 on all instances; ended afterwards, and nothing that it started is left."""
+    """A controller with all instances ready and at version 0; ended afterwards, and nothing of it is left."""
     told: list[tuple[float, ControlEvent]] = []
     controller = Controller(
         settings,
@@ -172,14 +179,15 @@ def scene(
         decode,
         lambda event: told.append((time.monotonic(), event)),
     )
-    try:
-        controller.start()
-        if wait:
+    with version_zero(fence) as (manifest, source):
+        try:
+            controller.start()
             controller.wait_ready(60)
-            controller.publish(manifest(0, fence), source(0)).result(20)
-        yield Scene(controller, told, run_dir)
-    finally:
-        controller.close()
+            if publish:
+                controller.publish(manifest, source).result(20)
+            yield Scene(controller, told, run_dir)
+        finally:
+            controller.close()
     if isinstance(launcher, LocalLauncher):
         assert processes_of(run_dir) == []
 

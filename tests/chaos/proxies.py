@@ -7,7 +7,8 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -150,10 +151,10 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 class _Onward(rpc.StreamGenerationServicer):
-    """Hands every call to the service at an address."""
+    """Hands every call to the service behind a stub."""
 
-    def __init__(self, target: str) -> None:
-        self._stub = rpc.StreamGenerationStub(net.open_channel(target, net.OPEN))
+    def __init__(self, stub: rpc.StreamGenerationStub) -> None:
+        self._stub = stub
 
     async def Generate(
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: grpc.aio.ServicerContext
@@ -170,18 +171,24 @@ class _Onward(rpc.StreamGenerationServicer):
         return await self._stub.GetStatus(request)
 
 
-def repeating(thread: LoopThread, target: str, **faults: bool) -> str:
-    """Serves what is at ``target`` with answers repeated or swapped (`FaultyStream`); returns its address."""
+@contextmanager
+def repeating(thread: LoopThread, target: str, **faults: bool) -> Iterator[str]:
+    """Serves what is at ``target`` with answers repeated or swapped (`FaultyStream`); yields its address."""
 
-    async def serve() -> str:
-        server = net.make_server(net.OPEN)
-        rpc.add_StreamGenerationServicer_to_server(FaultyStream(_Onward(target), **faults), server)
+    async def start() -> tuple[grpc.aio.Server, grpc.aio.Channel, str]:
+        server, channel = net.make_server(net.OPEN), net.open_channel(target, net.OPEN)
+        onward = _Onward(rpc.StreamGenerationStub(channel))
+        rpc.add_StreamGenerationServicer_to_server(FaultyStream(onward, **faults), server)
         address = net.bind(server, "127.0.0.1:0", net.OPEN)
         await server.start()
-        _servers.append(server)
-        return address
+        return server, channel, address
 
-    return thread.call(serve())
+    async def stop(server: grpc.aio.Server, channel: grpc.aio.Channel) -> None:
+        await server.stop(None)
+        await channel.close()
 
-
-_servers: list[grpc.aio.Server] = []  # a server that nobody holds stops
+    server, channel, address = thread.call(start())
+    try:
+        yield address
+    finally:
+        thread.call(stop(server, channel))
