@@ -70,7 +70,7 @@ class Answers:
         self._on_failure = on_failure
         self._active: dict[Key, _Work] = {}
         self._finished: dict[Key, Generation] = {}
-        self.progress_interval_s = 0.0
+        self._progress_interval_s = 0.0
 
     @property
     def running(self) -> int:
@@ -81,6 +81,15 @@ class Answers:
     def active(self) -> int:
         """Answers that are not finished."""
         return len(self._active)
+
+    def report(self, interval_s: float) -> None:
+        """A new stream is open, and wants progress so often (0: none).
+
+        What the one before it was told may not have arrived: it is told again, from the beginning.
+        """
+        self._progress_interval_s = interval_s
+        for work in self._active.values():
+            work.told = 0
 
     def unacknowledged(self) -> tuple[Generation, ...]:
         """Finished answers that nobody has confirmed, oldest first."""
@@ -155,14 +164,14 @@ class Answers:
     async def _collect(self, work: _Work) -> None:
         async for delta in self._engine.generate(work.assignment):
             work.deltas.append(delta)
-            if self.progress_interval_s and delta.finish_reason is None:
+            if self._progress_interval_s and delta.finish_reason is None:
                 self._tell(work)
         if not work.deltas or work.deltas[-1].finish_reason is None:
             raise EngineFailed(f"the engine ended {work.assignment.sample_id} without a finish reason")
 
     def _tell(self, work: _Work) -> None:
         now = time.monotonic()
-        if now - work.told_s < self.progress_interval_s:
+        if now - work.told_s < self._progress_interval_s:
             return
         assignment = work.assignment
         carried = len(assignment.resumed.token_ids) if assignment.resumed else 0

@@ -25,7 +25,7 @@ from streamrl_jax.gen import codec
 from streamrl_jax.gen.admission import refusal
 from streamrl_jax.gen.answers import Answers, Result
 from streamrl_jax.gen.condition import Condition, Identity
-from streamrl_jax.gen.outbox import Outbox
+from streamrl_jax.gen.outbox import CreditExceeded, Outbox
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.pulse import Pulse
 from streamrl_jax.gen.sources import Sources, local_peer
@@ -45,6 +45,12 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
 """A stream whose Hello does not come within this is ended."""
+
+MOST_TOLD: Final = 1000
+"""Characters of a call's error: it travels as metadata, which is bounded."""
+
+MOST_HELD: Final = 64
+"""Answers that are kept for one life of a run, as a multiple of what the instance grants."""
 
 
 class FenceRefused(Exception):
@@ -153,9 +159,9 @@ class GenerationService(rpc.StreamGenerationServicer):
             fence = codec.fence_from_proto(message)
             await self._bind(fence)
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _told(error))
         except FenceRefused as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _told(error))
         else:
             return fence
         raise AssertionError("context.abort returned")
@@ -171,12 +177,12 @@ class GenerationService(rpc.StreamGenerationServicer):
                 first = await anext(request_iterator)
             hello = codec.hello_from_proto(first.hello)
         except (TimeoutError, StopAsyncIteration, ValueError) as error:
-            reason = str(error) or f"no Hello within {HELLO_TIMEOUT_S} s"
+            reason = _told(error) or f"no Hello within {HELLO_TIMEOUT_S} s"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
             return
         fence = await self._bind_or_abort(first.hello.fence, context)
-        outbox = self._open(fence)
-        self._answers.progress_interval_s = hello.progress_interval_s
+        outbox = self._open(fence, hello.answers)
+        self._answers.report(hello.progress_interval_s)
         tasks = (
             asyncio.create_task(self._read(request_iterator, outbox)),
             asyncio.create_task(self._beat(outbox, hello.heartbeat_interval_s)),
@@ -192,7 +198,7 @@ class GenerationService(rpc.StreamGenerationServicer):
         if outbox.ended is not None and outbox.ended[0] is not grpc.StatusCode.OK:
             await context.abort(*outbox.ended)
 
-    def _open(self, fence: Fence) -> Outbox:
+    def _open(self, fence: Fence, answers: int) -> Outbox:
         """A new outbox in the place of the older stream's: Welcome first, then what was not acknowledged."""
         if self._outbox is not None:
             self._outbox.end(grpc.StatusCode.ABORTED, "a newer Hello of the same fence took over")
@@ -205,13 +211,11 @@ class GenerationService(rpc.StreamGenerationServicer):
             counted = total
             return pb.GenerateResponse(heartbeat=codec.heartbeat_to_proto(fence, status))
 
-        outbox = Outbox(heartbeat)
+        outbox = Outbox(heartbeat, self._engine.limits.slots + self._identity.lookahead, answers)
         self._outbox = outbox
         outbox.post(pb.GenerateResponse(welcome=codec.info_to_proto(self._condition.info())))
         for generation in self._answers.unacknowledged():
             outbox.post_answer(codec.generation_to_proto(fence, generation))
-        capacity = self._engine.limits.slots + self._identity.lookahead
-        outbox.owe(max(0, capacity - self._answers.active))
         self._report_drained()
         return outbox
 
@@ -227,10 +231,12 @@ class GenerationService(rpc.StreamGenerationServicer):
                     return
                 await self._handle(request, outbox)
         except ValueError as error:
-            outbox.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            outbox.end(grpc.StatusCode.INVALID_ARGUMENT, _told(error))
+        except CreditExceeded as error:
+            outbox.end(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Exception as error:
             log.exception("reading the stream failed")
-            outbox.end(grpc.StatusCode.INTERNAL, repr(error))
+            outbox.end(grpc.StatusCode.INTERNAL, repr(error)[:MOST_TOLD])
         else:
             outbox.end(grpc.StatusCode.OK, "the controller closed the stream")
 
@@ -244,23 +250,41 @@ class GenerationService(rpc.StreamGenerationServicer):
                 self._answers.acknowledge(*codec.key_from_proto(request.acknowledge))
             case "credit":
                 outbox.grant(codec.credit_from_proto(request.credit))
+            case "several":
+                for one in codec.together("request.several", request.several.requests):
+                    if one.WhichOneof("kind") == "several":
+                        raise ValueError("request.several is nested")
+                    await self._handle(one, outbox)
             case kind:
                 raise ValueError(f"the stream is open and {kind or 'an unknown message'} has no place in it")
 
     def _assign(self, message: pb.Assign, outbox: Outbox) -> None:
+        outbox.spend(message.sample_id, message.attempt)
         try:
             assignment = codec.assignment_from_proto(message)
         except ValueError as error:
             refused = RejectReason.INVALID, str(error)
         else:
-            refused = self._condition.not_up() or refusal(
-                assignment, self._engine.limits, self._engine.version, draining=self._condition.draining
+            refused = (
+                self._condition.not_up()
+                or self._full()
+                or refusal(
+                    assignment, self._engine.limits, self._engine.version, draining=self._condition.draining
+                )
             )
             if refused is None:
-                if not self._answers.take(assignment):
-                    outbox.owe(1)
+                self._answers.take(assignment)
                 return
         self._deliver(Rejection(message.sample_id[: codec.MAX_NAME], message.attempt, *refused))
+
+    def _full(self) -> tuple[RejectReason, str] | None:
+        """Why nothing more is kept: a controller that opens streams again and again gets new credit each time."""
+        held = self._answers.active + len(self._answers.unacknowledged())
+        most = MOST_HELD * (self._engine.limits.slots + self._identity.lookahead)
+        if held < most:
+            return None
+        message = f"{held} answers are at work or not acknowledged, and {most} are kept at most"
+        return RejectReason.INVALID, message
 
     def _deliver(self, result: Result) -> None:
         """Hands a result to the open stream, if there is one; answers are sent on the next one otherwise."""
@@ -269,10 +293,8 @@ class GenerationService(rpc.StreamGenerationServicer):
         match result:
             case Generation():
                 self._outbox.post_answer(codec.generation_to_proto(self._fence, result))
-                self._outbox.owe(1)
             case Rejection():
-                self._outbox.post(pb.GenerateResponse(rejected=codec.rejection_to_proto(self._fence, result)))
-                self._outbox.owe(1)
+                self._outbox.refuse(codec.rejection_to_proto(self._fence, result))
             case Progress():
                 self._outbox.post(pb.GenerateResponse(progress=codec.progress_to_proto(self._fence, result)))
         self._report_drained()
@@ -341,3 +363,8 @@ class GenerationService(rpc.StreamGenerationServicer):
             name=f"update to {manifest.version}",
         )
         return codec.report_to_proto(await asyncio.shield(update))
+
+
+def _told(error: Exception) -> str:
+    """An error as the detail of a call."""
+    return str(error)[:MOST_TOLD]
