@@ -2,7 +2,7 @@
 
 Everything around the engine is the real thing: process, gRPC service, weights' calls, heartbeats. The engine itself
 hands out the same tokens again and again, as fast as it is told to, and stamps each answer with the moment at which it
-was finished. Beside it, on a port of its own, the process serves the bare stream: the same messages without the service.
+was finished. Beside it, on a port of its own, the process serves the bare stream: the same messages, no service.
 """
 
 from __future__ import annotations
