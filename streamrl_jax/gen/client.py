@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -238,6 +239,9 @@ class InstanceStream:
         self._call = call
         self._sending = asyncio.Lock()
         self._info: InstanceInfo | None = None
+        self._arrived: deque[pb.GenerateResponse] = (
+            deque()
+        )  # of the last message, what `events` has still to yield
         self._closed = False
         self.other_fence_dropped = 0
 
@@ -271,6 +275,22 @@ class InstanceStream:
         """
         await self._send(pb.GenerateRequest(assign=codec.assignment_to_proto(assignment)))
 
+    async def hand_over(
+        self, assignments: Sequence[Assignment], acknowledged: Sequence[tuple[str, int]]
+    ) -> None:
+        """Several assignments and acknowledgements of (sample, attempt), as one message.
+
+        Raises:
+            InstanceError: the stream has ended.
+        """
+        requests = [
+            pb.GenerateRequest(acknowledge=pb.Acknowledge(sample_id=sample_id, attempt=attempt))
+            for sample_id, attempt in acknowledged
+        ]
+        requests += [pb.GenerateRequest(assign=codec.assignment_to_proto(one)) for one in assignments]
+        several = pb.GenerateRequest(several=pb.GenerateRequests(requests=requests))
+        await self._send(requests[0] if len(requests) == 1 else several)
+
     async def abort(self, sample_id: str, attempt: int) -> None:
         """Cuts a sample short; its answer so far comes with ``FinishReason.ABORT``.
 
@@ -301,9 +321,9 @@ class InstanceStream:
         Raises:
             InstanceError: the stream broke, was taken over (``ABORTED``) or carried something malformed.
         """
-        while (message := await self._read()) is not None:
+        while self._arrived or await self._arrive():
             try:
-                event = self._event(message)
+                event = self._event(self._arrived.popleft())
             except ValueError as error:
                 self._call.cancel()
                 raise self._broken(str(error)) from error
@@ -315,11 +335,27 @@ class InstanceStream:
         self._closed = True
         self._call.cancel()
 
+    async def _arrive(self) -> bool:
+        """Reads the next message into ``_arrived``; False: the stream has ended."""
+        message = await self._read()
+        if message is None:
+            return False
+        together = message.WhichOneof("kind") == "several"
+        try:
+            several = (
+                codec.together("response.several", message.several.responses) if together else (message,)
+            )
+        except ValueError as error:
+            self._call.cancel()
+            raise self._broken(str(error)) from error
+        self._arrived.extend(several)
+        return True
+
     def _event(self, message: pb.GenerateResponse) -> StreamEvent | None:
         kind = message.WhichOneof("kind")
         if kind == "credit":
             return Granted(codec.credit_from_proto(message.credit))
-        if kind is None or kind == "welcome":
+        if kind is None or kind in ("welcome", "several"):
             raise ValueError(f"{kind or 'an unknown message'} has no place in an open stream")
         body = getattr(message, kind)
         if codec.fence_from_proto(body.fence) != self._hello.fence:

@@ -70,7 +70,6 @@ class Outbox:
 
     def refuse(self, rejected: pb.Rejected) -> None:
         """Sends a refusal as soon as possible."""
-        self._settle(rejected.sample_id, rejected.attempt)
         self.post(pb.GenerateResponse(rejected=rejected))
 
     def spend(self, sample_id: str, attempt: int) -> None:
@@ -81,7 +80,8 @@ class Outbox:
         """
         if not self._granted:
             raise CreditExceeded(
-                f"{len(self._unsettled)} assignments are unanswered and no more was granted: {sample_id} is too many"
+                f"{len(self._unsettled)} assignments are unanswered and no more was granted: "
+                f"{sample_id[:80]!r} is too many"
             )
         self._granted -= 1
         known = self._unsettled.get(sample_id)
@@ -149,7 +149,10 @@ class Outbox:
 
     def _next(self) -> pb.GenerateResponse | None:
         if self._posted:
-            return self._posted.popleft()
+            message = self._posted.popleft()
+            if message.WhichOneof("kind") == "rejected":
+                self._settle(message.rejected.sample_id, message.rejected.attempt)
+            return message
         if self._beat_due:
             self._beat_due = False
             return self._heartbeat()

@@ -19,6 +19,7 @@ from streamrl_jax.gen.codec.instances import (
     info_to_proto,
     status_from_proto,
     status_to_proto,
+    together,
 )
 from streamrl_jax.gen.codec.samples import (
     assignment_from_proto,
@@ -81,5 +82,6 @@ __all__ = [
     "sampling_to_proto",
     "status_from_proto",
     "status_to_proto",
+    "together",
     "update_from_proto",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 from streamrl_jax.gen.codec import wire
 from streamrl_jax.gen.codec.fences import fence_from_proto, fence_to_proto
@@ -15,8 +16,13 @@ from streamrl_jax.types import (
     InstanceStatus,
 )
 
+M = TypeVar("M")
+
 PROTOCOL: Final = 1
 """Version of the wire that `Hello` announces."""
+
+_MOST_TOGETHER: Final = 1 << 14
+"""Messages that may travel as one; senders stay far below."""
 
 _MAX_MODEL_LEN: Final = (1 << 31) - 1
 
@@ -39,6 +45,7 @@ def hello_to_proto(hello: Hello) -> pb.Hello:
         protocol=PROTOCOL,
         heartbeat_interval_s=hello.heartbeat_interval_s,
         progress_interval_s=hello.progress_interval_s,
+        answers=hello.answers,
     )
 
 
@@ -56,6 +63,7 @@ def hello_from_proto(message: pb.Hello) -> Hello:
             "hello.heartbeat_interval_s", message.heartbeat_interval_s, 0.01, 3600
         ),
         progress_interval_s=wire.finite("hello.progress_interval_s", message.progress_interval_s, 0.0, 3600),
+        answers=wire.count("hello.answers", message.answers),
     )
 
 
@@ -165,3 +173,13 @@ def credit_from_proto(message: pb.Credit) -> int:
         ValueError: more than anybody would ask for.
     """
     return wire.count("credit.count", message.count)
+
+
+def together(field: str, messages: Sequence[M]) -> Sequence[M]:
+    """Looks at messages that came as one: they are handled without a pause between them.
+
+    Raises:
+        ValueError: none, or more than anybody sends together.
+    """
+    wire.count(f"number of {field}", len(messages), _MOST_TOGETHER, low=1)
+    return messages
