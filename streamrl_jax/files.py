@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -15,7 +17,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("wb") as stream:
+        with naming(path), draft.open("wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -33,3 +35,14 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Lets an error of the operating system say which file it met: that of a full disk names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

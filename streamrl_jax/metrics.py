@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.files import write_atomically
+from streamrl_jax.files import naming, write_atomically
 from streamrl_jax.tensorboard import EventFile
 
 
@@ -99,17 +99,20 @@ class JsonlSink:
         if restored_step is not None and path.exists():
             kept = [line for line in read_metrics(path) if line.step <= restored_step]
             write_atomically(path, "".join(map(_encode, kept)).encode())
+        self._path = path
         self._stream = path.open("a", encoding="utf-8")
 
     def write(self, record: MetricRecord) -> None:
         """Appends one line and flushes it."""
-        self._stream.write(_encode(record))
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with naming(self._path):
+            self._stream.write(_encode(record))
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         """Closes the file."""
-        self._stream.close()
+        with naming(self._path):
+            self._stream.close()
 
 
 class TensorBoardSink:

@@ -239,7 +239,7 @@ def _full_disk_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UserError(
             f"{error.filename or path} could not be written: {error.strerror} ({shutil.disk_usage(path).free} bytes "

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.files import sync_directory
+from streamrl_jax.files import naming, sync_directory
 from streamrl_jax.types import (
     Fence,
     FinishReason,
@@ -96,7 +96,7 @@ class SampleLog:
         table = pa.Table.from_pylist(rows, schema=_SCHEMA.with_metadata(metadata))
         path = iteration_file(self._folder, iteration)
         draft = path.with_name(f".{path.name}.tmp")
-        with draft.open("wb") as stream:
+        with naming(path), draft.open("wb") as stream:
             pq.write_table(table, stream, compression="zstd")
             stream.flush()
             os.fsync(stream.fileno())
