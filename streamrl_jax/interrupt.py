@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType
+from typing import Final
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_TELLING_S: Final = 5.0  # bound on telling of a signal that came at the very end
 
 
 class StopRequested(Exception):
@@ -28,6 +31,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._caught: str | None = None
+        self._to_tell: SimpleQueue[str | None] | None = None
         self._interrupted = False
         self._open = False
 
@@ -51,6 +55,27 @@ class StopSignal:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
+    def relayed(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Within it a signal raises nothing here: it is told to whoever stops all trainer processes at one place.
+
+        Args:
+            tell: As `RunController.stop`; called on a thread of its own, with the signal's name. A signal that has come
+                before is told at once.
+        """
+        to_tell: SimpleQueue[str | None] = SimpleQueue()  # its `put` is safe in a signal handler
+        thread = threading.Thread(target=_tell, args=(to_tell, tell), name="stop", daemon=True)
+        thread.start()
+        self._to_tell = to_tell
+        if self._caught is not None:
+            to_tell.put(self._caught)
+        try:
+            yield
+        finally:
+            self._to_tell = None
+            to_tell.put(None)
+            thread.join(_TELLING_S)
+
+    @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Within it a signal raises `StopRequested` at once."""
         self._open = True
@@ -64,15 +89,22 @@ class StopSignal:
         """Raises `StopRequested` if a signal has come, `KeyboardInterrupt` after Ctrl-C."""
         if self._interrupted:
             raise KeyboardInterrupt
-        if self._caught is not None:
+        if self._caught is not None and self._to_tell is None:
             raise StopRequested(self._caught)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._caught = self._caught or signal.Signals(number).name
-        if self._open:
+        if self._to_tell is not None:
+            self._to_tell.put(self._caught)
+        elif self._open:
             self._open = False
             raise StopRequested(self._caught)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._interrupted = True
         raise KeyboardInterrupt
+
+
+def _tell(to_tell: SimpleQueue[str | None], tell: Callable[[str], None]) -> None:
+    while (reason := to_tell.get()) is not None:
+        tell(reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from streamrl_jax.progress import ConsoleSink, Display
 from streamrl_jax.provenance import write_provenance
 from streamrl_jax.rundir import RunDir, create, look, reopen
 from streamrl_jax.samples_log import supersede
-from streamrl_jax.setup.devices import DeviceSplit, look_around, split_devices, trainer_environment
+from streamrl_jax.setup.devices import look_around, split_devices, trainer_environment
+from streamrl_jax.setup.distributed import membership, met, own_share, spawned, tell
 from streamrl_jax.setup.generation import open_generation
 from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
 from streamrl_jax.setup.jax_setup import prepare_jax
@@ -117,13 +118,20 @@ def train(
     Raises:
         UserError: Something given is wrong, or the run cannot go on; names it and the remedy.
     """
+    member = membership(cfg)
+    _check_spawned(cfg, functions)
+    if not member.leads:
+        from streamrl_jax.follower_job import follow
+
+        return follow(cfg, member, functions)
     path = run_dir or Path(cfg.run.dir) / cfg.run.name
     split = split_devices(cfg, look_around(dict(os.environ)))
+    own = own_share(split.trainer, 0, cfg.trainer.distributed)
     inputs = read_inputs(cfg, functions)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal().listening())
         if fork is not None:
-            fork = _pinned(fork, cfg, split)
+            fork = _pinned(fork, cfg)
         written = dump_config(cfg)
         opened = reopen(path, written) if resume else create(path, written, str(fork) if fork else "")
         home = stack.enter_context(opened)
@@ -131,29 +139,45 @@ def train(
         display.note(f"run directory: {home.path}")
         for hint in hints(cfg):
             display.note(f"note: {hint}")
-        generation = stack.enter_context(open_generation(cfg, home, inputs, split, display))
-        prepare_jax(cfg, trainer_environment(cfg, split))
-        from streamrl_jax.train.assemble import Edges, assembled
+        stack.enter_context(spawned(cfg, home, member, split.trainer))
+        generation = stack.enter_context(open_generation(cfg, home, inputs, split, display, member.count))
+        if member.count > 1:
+            stack.enter_context(stop.relayed(generation.controller.stop))
+        prepare_jax(cfg, trainer_environment(cfg, replace(split, trainer=own)))
+        display.phase("meet", f"trainer: waiting for {member.count} trainer processes")
+        stack.enter_context(met(cfg, member, own))
+        display.done("meet")
+        from streamrl_jax.train.assemble import Edges, Leading, assembled
         from streamrl_jax.train.checkpoint import Checkpointer
         from streamrl_jax.train.checkpoint_meta import BEST_METRIC
 
         keep = cfg.trainer.max_ckpt_to_keep
         checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
         restore = _restore_point(home, checkpointer, resume, stack)
+        tell(home, cfg, restore)
         sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
         _write_down(cfg, home, inputs)
         trace = stack.enter_context(Trace(home.trace))
-        edges = Edges(generation, checkpointer, display, sink, trace, stop)
+        leading = Leading(generation, sink)
+        edges = Edges(generation.controller, checkpointer, display, trace, stop, leading)
         try:
             parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, restore))
         except StopRequested as request:  # nothing is trained yet that a checkpoint could keep
             return RunResult(home.path, restore.step if restore else 0, (), str(request))
-        return _run_loop(parts, start, home, display)
+        return run_loop(parts, start, home, display)
 
 
-def _pinned(fork: Fork, cfg: Config, split: DeviceSplit) -> Fork:
+def _check_spawned(cfg: Config, functions: Functions) -> None:
+    if cfg.trainer.distributed.spawn and (functions.loss or functions.advantage):
+        raise UserError(
+            "trainer.distributed.spawn starts the other trainer processes from the configuration, which does not hold "
+            "a loss or an advantage given from Python; name it there (algorithm.loss_fn, algorithm.advantage_fn), or "
+            "call streamrl_jax.run in each process"
+        )
+
+
+def _pinned(fork: Fork, cfg: Config) -> Fork:
     """The fork with its directory and step as they are now: a resume may have to find them again."""
-    prepare_jax(cfg, trainer_environment(cfg, split))
     from streamrl_jax.train.checkpoint import Checkpointer
 
     with Checkpointer(look(fork.run_dir).checkpoints, 1) as source:
@@ -171,7 +195,8 @@ def _last_step(restore: Restore | None) -> int:
     return -1 if restore is None or restore.forked else restore.step
 
 
-def _run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunResult:
+def run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunResult:
+    """Trains to the end, or until a signal asks for it, and writes the last checkpoint."""
     from streamrl_jax.train import loop
 
     ending = ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import jax
 import numpy as np
@@ -31,6 +31,9 @@ from streamrl_jax.bridge import names
 from streamrl_jax.bridge.manifest import DTYPES, Target, lay_out
 from streamrl_jax.bridge.writer import VersionWriter, WriteSeconds
 from streamrl_jax.types import NO_VERSION, Fence, Manifest
+
+BUCKET_BYTES: Final = 256 << 20
+"""Tensors that are converted together come to so much at most; the same in every trainer process."""
 
 
 class Architecture(names.Dimensions, Protocol):
@@ -255,7 +258,7 @@ class Publisher:
         fence: Fence,
         directories: Sequence[Path],
         *,
-        bucket_bytes: int = 256 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         device_bytes: int = 2 << 30,
         timeout_s: float = 600.0,
     ) -> None:

@@ -70,7 +70,7 @@ class GenerationSide:
 
 @contextlib.contextmanager
 def open_generation(
-    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, display: Display
+    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, display: Display, readers: int = 1
 ) -> Iterator[GenerationSide]:
     """Opens the weight store, starts the instances and a controller over them; ends all, whatever happens.
 
@@ -80,6 +80,7 @@ def open_generation(
         inputs: Model, tokenizer, reward.
         split: Which instance runs on what.
         display: Shows what the instances do.
+        readers: Trainer processes.
 
     Yields:
         The generation side; its instances load meanwhile.
@@ -92,7 +93,7 @@ def open_generation(
     with _open_store(cfg, home, access) as store:
         launcher = make_launcher(cfg, home, inputs, split, files)
         controller = Controller(
-            ControlSettings.of(cfg),
+            ControlSettings.of(cfg, readers),
             home.fence,
             launcher,
             inputs.reward,

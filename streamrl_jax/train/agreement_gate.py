@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from streamrl_jax.config import Config
-from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.protocol import RunController
 from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.train.agreement import Comparison, Verdict, compare, explain, judge
 from streamrl_jax.train.answer import generated_answer
 from streamrl_jax.train.batcher import pack_all
+from streamrl_jax.train.report import IterationResult
 from streamrl_jax.train.rollouts import arriving
-from streamrl_jax.train.step import Steps
-from streamrl_jax.train.trainer import IterationResult, Trainer
-from streamrl_jax.train.weights import Weights
+from streamrl_jax.train.trainer import Trainer
+from streamrl_jax.train.weights import WeightDoor
 from streamrl_jax.types import Prompt, Sampling
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class AgreementGate:
         cfg: The run's configuration.
         controller: Runs the probes.
         weights: Says when a version is served.
-        steps: Scores them.
         prompts: What the probe asks.
         sampling: From `probe_sampling`.
         stop: Signals that may end the wait for a probe.
@@ -50,9 +49,8 @@ class AgreementGate:
     def __init__(
         self,
         cfg: Config,
-        controller: Controller,
-        weights: Weights,
-        steps: Steps,
+        controller: RunController,
+        weights: WeightDoor,
         prompts: Sequence[Prompt],
         sampling: Sampling,
         stop: StopSignal,
@@ -60,7 +58,6 @@ class AgreementGate:
         self._cfg = cfg
         self._controller = controller
         self._weights = weights
-        self._steps = steps
         self._prompts = tuple(prompts[: cfg.agreement.probe_prompts])
         self._sampling = sampling
         self._stop = stop
@@ -87,11 +84,7 @@ class AgreementGate:
         samples = [sample for job in jobs for sample in arriving(self._controller, job, bound, self._stop)]
         answers = [generated_answer(sample.prompt, sample.generation) for sample in samples]
         micros = pack_all(answers, trainer.shape)
-        params = trainer.state.actor.params
-        scored = [
-            (micro, self._steps.score_to_host(params, self._steps.place(micro.rows))) for micro in micros
-        ]
-        self._probed = compare(scored, version)
+        self._probed = compare([(micro, trainer.logprobs(micro)) for micro in micros], version)
 
     def check(self, iteration: int, result: IterationResult) -> None:
         """Judges the iteration; what was probed counts where there is a probe.

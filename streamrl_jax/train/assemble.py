@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
 from streamrl_jax.bridge.publish import Publisher
 from streamrl_jax.config import Config
+from streamrl_jax.control.protocol import RunController
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.metrics import MetricSink
 from streamrl_jax.progress import Display
@@ -30,12 +31,13 @@ from streamrl_jax.train.loop import Parts
 from streamrl_jax.train.mesh import make_mesh
 from streamrl_jax.train.models import Arch, Params
 from streamrl_jax.train.own import checked_advantage, checked_loss
-from streamrl_jax.train.recorder import Hardware, Recorder
+from streamrl_jax.train.plan import Plan
+from streamrl_jax.train.recorder import Hardware, NoRecords, Recorder, Records
 from streamrl_jax.train.rollouts import Rollouts, training_sampling
 from streamrl_jax.train.state import TrainState
 from streamrl_jax.train.step import Steps
 from streamrl_jax.train.trainer import Trainer
-from streamrl_jax.train.weights import Weights
+from streamrl_jax.train.weights import Conversions, Weights
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,28 @@ class Restore:
 
 
 @dataclass(frozen=True)
-class Edges:
-    """What the trainer side talks to; whoever starts the run opens and closes them."""
+class Leading:
+    """What the first trainer process has, and no other."""
 
     generation: GenerationSide
+    sink: MetricSink
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What the trainer side talks to; whoever starts the run opens and closes them.
+
+    Attributes:
+        controller: Of the run, as this trainer process reaches it.
+        leading: None in a trainer process that is not the first: it keeps no records and writes no version.
+    """
+
+    controller: RunController
     checkpointer: Checkpointer
     display: Display
-    sink: MetricSink
     trace: Trace
     stop: StopSignal
+    leading: Leading | None = None
 
 
 @contextlib.contextmanager
@@ -89,14 +104,18 @@ def assembled(
         UserError: Checkpoint, model or mesh do not fit the configuration.
     """
     steps = build_steps(cfg, inputs)
+    plan = Plan(edges.controller.acknowledge if edges.controller.world > 1 else None)
     with edges.stop.interruptible():
-        trainer, meta = _warm_trainer(steps, inputs, edges.display, restore)
-    with open_bridge(cfg, home, inputs.arch, edges.generation) as weights:
-        yield _parts(cfg, home, inputs, edges, steps, trainer, weights, meta), meta.version if meta else 0
+        trainer, meta = _warm_trainer(steps, inputs, edges.display, restore, plan)
+    with contextlib.ExitStack() as stack:
+        weights = _open_weights(cfg, home, inputs, edges, plan, stack)
+        yield _parts(cfg, home, inputs, edges, trainer, weights, plan, meta), meta.version if meta else 0
 
 
 @contextlib.contextmanager
-def open_bridge(cfg: Config, home: RunDir, arch: Arch, generation: GenerationSide) -> Iterator[Weights]:
+def open_bridge(
+    cfg: Config, home: RunDir, arch: Arch, generation: GenerationSide, plan: Plan | None = None
+) -> Iterator[Weights]:
     """Opens the trainer's side of the bridge: the publisher, behind the store for instances on other hosts.
 
     Args:
@@ -104,6 +123,7 @@ def open_bridge(cfg: Config, home: RunDir, arch: Arch, generation: GenerationSid
         home: The run directory; versions lie there where shared memory is too small.
         arch: Of the policy.
         generation: Brings versions to the instances.
+        plan: Of several trainer processes; None: there is one.
 
     Yields:
         The loop's door to it.
@@ -113,7 +133,15 @@ def open_bridge(cfg: Config, home: RunDir, arch: Arch, generation: GenerationSid
     with Publisher(arch, cfg.gen.dtype, home.fence, places) as publisher:
         store = generation.store
         store.versions = lambda: publisher.held
-        yield Weights(publisher, generation.controller, store.address, cfg.bridge.update_timeout_s)
+        yield Weights(publisher, generation.controller, store.address, cfg.bridge.update_timeout_s, plan)
+
+
+def _open_weights(
+    cfg: Config, home: RunDir, inputs: Inputs, edges: Edges, plan: Plan, stack: contextlib.ExitStack
+) -> Weights | Conversions:
+    if edges.leading is None:
+        return Conversions(inputs.arch, cfg.gen.dtype, plan)
+    return stack.enter_context(open_bridge(cfg, home, inputs.arch, edges.leading.generation, plan))
 
 
 def build_steps(cfg: Config, inputs: Inputs) -> Steps:
@@ -129,13 +157,16 @@ def build_mesh(cfg: Config) -> Mesh:
     return make_mesh(axes.data, axes.fsdp, axes.tensor)
 
 
-def build_trainer(steps: Steps, inputs: Inputs, restore: Restore | None) -> tuple[Trainer, Meta | None]:
+def build_trainer(
+    steps: Steps, inputs: Inputs, restore: Restore | None, plan: Plan | None = None
+) -> tuple[Trainer, Meta | None]:
     """The trainer at its beginning.
 
     Args:
         steps: The run's programs.
         inputs: Model and functions.
         restore: The checkpoint to start from; None: the model's, at version 0.
+        plan: Of several trainer processes; None: there is one.
 
     Returns:
         The trainer, and what goes with the checkpoint.
@@ -154,7 +185,7 @@ def build_trainer(steps: Steps, inputs: Inputs, restore: Restore | None) -> tupl
     else:
         state, meta = restore.source.restore(restore.step, steps.abstract_state())
     advantage = inputs.advantage and checked_advantage(inputs.advantage, cfg.algorithm.advantage_fn)
-    return Trainer(steps, state, reference, group_advantage=advantage), meta
+    return Trainer(steps, state, reference, group_advantage=advantage, plan=plan), meta
 
 
 def _forked_state(source: Checkpointer, step: int, steps: Steps, inputs: Inputs) -> TrainState:
@@ -186,10 +217,10 @@ def _critic_params(steps: Steps, inputs: Inputs) -> Params | None:
 
 
 def _warm_trainer(
-    steps: Steps, inputs: Inputs, display: Display, restore: Restore | None
+    steps: Steps, inputs: Inputs, display: Display, restore: Restore | None, plan: Plan
 ) -> tuple[Trainer, Meta | None]:
     display.phase("trainer", f"trainer: loading {inputs.model_dir.name} onto {steps.mesh.size} devices")
-    trainer, meta = build_trainer(steps, inputs, restore)
+    trainer, meta = build_trainer(steps, inputs, restore, plan)
     display.phase("trainer", "trainer: compiling the training step")
     trainer.warm_up()
     display.done("trainer")
@@ -201,33 +232,37 @@ def _parts(
     home: RunDir,
     inputs: Inputs,
     edges: Edges,
-    steps: Steps,
     trainer: Trainer,
-    weights: Weights,
+    weights: Weights | Conversions,
+    plan: Plan,
     meta: Meta | None,
 ) -> Parts:
-    controller, stop, trace = edges.generation.controller, edges.stop, edges.trace
+    controller, stop, trace = edges.controller, edges.stop, edges.trace
     start = meta.version if meta else 0
     evaluated = meta is not None and BEST_METRIC in meta.metrics
     stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
     sampling = training_sampling(cfg, stop_ids)
     rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, trace, stop, start)
     probes = inputs.train_prompts.iteration(0)
-    gate = AgreementGate(cfg, controller, weights, steps, probes, probe_sampling(cfg, sampling), stop)
-    samples = SampleLog(home.samples, home.fence, inputs.tokenizer.decode)
-    hardware = _hardware(cfg, steps)
-    recorder = Recorder(
-        cfg, edges.sink, samples, trace, edges.display, controller, rollouts, weights, gate, hardware
-    )
+    gate = AgreementGate(cfg, controller, weights, probes, probe_sampling(cfg, sampling), stop)
+    recorder: Records = NoRecords()
+    if edges.leading is not None and isinstance(weights, Weights):
+        samples = SampleLog(home.samples, home.fence, inputs.tokenizer.decode)
+        hardware = _hardware(cfg, inputs.arch, trainer.mesh)
+        doors = controller, rollouts, weights, gate
+        recorder = Recorder(cfg, edges.leading.sink, samples, trace, edges.display, *doors, hardware)
     held_out = inputs.test_prompts.all() if inputs.test_prompts else ()
     evaluator = Evaluator(
         cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder, stop, evaluated
     )
-    keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start)
+    keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start, plan)
     return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, trace)
 
 
-def _hardware(cfg: Config, steps: Steps) -> Hardware:
-    instances = cfg.gen.instances + len(cfg.gen.endpoints)
-    kind = steps.mesh.devices.flat[0].device_kind
-    return Hardware(steps.actor.arch, steps.mesh.size, instances * cfg.gen.tensor_parallel_size, kind)
+def _hardware(cfg: Config, arch: Arch, mesh: Mesh) -> Hardware:
+    pools = cfg.gen.all_pools
+    elsewhere = max(len(cfg.gen.endpoints), cfg.gen.min_instances - sum(pool.instances for pool in pools))
+    generating = sum(pool.instances * pool.tensor_parallel_size for pool in pools)
+    generating += elsewhere * cfg.gen.tensor_parallel_size
+    kind = mesh.devices.flat[0].device_kind
+    return Hardware(arch, mesh.size, generating, kind)

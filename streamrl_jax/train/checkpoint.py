@@ -88,6 +88,11 @@ class Checkpointer:
         )
         return ocp.AsyncCheckpointer(handler, timeout_secs=math.ceil(self._timeout_s))
 
+    @property
+    def directory(self) -> Path:
+        """Where they lie."""
+        return self._directory
+
     def __enter__(self) -> Checkpointer:
         return self
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from streamrl_jax.config import Config
-from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.protocol import RunController
 from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.train.rollouts import arriving
@@ -134,7 +134,7 @@ class Evaluator:
     def __init__(
         self,
         cfg: Config,
-        controller: Controller,
+        controller: RunController,
         prompts: Sequence[Prompt],
         sampling: Sampling,
         observer: EvaluationObserver,

@@ -11,6 +11,7 @@ from streamrl_jax.config_io import dump_config
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.checkpoint_meta import BEST_METRIC, Frontier, Meta
 from streamrl_jax.train.evaluator import Evaluator
+from streamrl_jax.train.plan import Plan
 from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import Fence
@@ -30,6 +31,7 @@ class Keeper:
         rollouts: Knows what was in flight.
         fence: This life of the run.
         start: Where it began. That state is written already, or can be made again.
+        plan: Of several trainer processes, all of which write; None: there is one.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Keeper:
         rollouts: Rollouts,
         fence: Fence,
         start: int,
+        plan: Plan | None = None,
     ) -> None:
         self._cfg = cfg
         self._checkpointer = checkpointer
@@ -48,6 +51,7 @@ class Keeper:
         self._evaluator = evaluator
         self._rollouts = rollouts
         self._fence = fence
+        self._plan = plan or Plan()
         self._config_digest = blake3(dump_config(cfg).encode()).hexdigest()
         self._completed = start
         self._saved = start
@@ -66,6 +70,7 @@ class Keeper:
         newest = self._evaluator.results[-1] if self._evaluator.results else None
         known = newest is not None and newest.version == version and math.isfinite(newest.accuracy)
         metrics = {BEST_METRIC: newest.accuracy} if newest and known else None
+        self._plan.whole("checkpoint", version)
         self._checkpointer.save(version, self._trainer.state, self._meta(version), metrics)
         self._saved = version
 

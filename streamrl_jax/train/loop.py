@@ -22,6 +22,11 @@ What waits for what:
   iteration ``i - s`` is trained on, at the earliest, and weights travel behind the training.
 - a checkpoint is that of a whole iteration. A signal is obeyed in the waits for instances, samples, probes and
   evaluations: the trainer then still holds (state, version, iteration) of the last one.
+
+Several trainer processes run this same page, each on its own devices of one mesh. What is not a function of the
+configuration (the order of samples, probes, a request to stop) comes from the controller, in one order for all of them;
+before each program over all devices they wait for each other (`train/plan.py`). What only the first one does
+(records, the bytes of a version) the others have in a form that does nothing; `train/assemble.py` chooses.
 """
 
 from __future__ import annotations
@@ -34,10 +39,10 @@ from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate
 from streamrl_jax.train.evaluator import Evaluator
 from streamrl_jax.train.keeper import Keeper
-from streamrl_jax.train.recorder import Recorder
+from streamrl_jax.train.recorder import Records
 from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.train.trainer import Trainer
-from streamrl_jax.train.weights import Weights
+from streamrl_jax.train.weights import WeightDoor
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,11 @@ class Parts:
     cfg: Config
     trainer: Trainer
     rollouts: Rollouts
-    weights: Weights
+    weights: WeightDoor
     gate: AgreementGate
     evaluator: Evaluator
     keeper: Keeper
-    recorder: Recorder
+    recorder: Records
     trace: Trace
 
 

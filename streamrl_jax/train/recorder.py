@@ -6,23 +6,24 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from streamrl_jax.config import Config
-from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import Activity, InstanceView
+from streamrl_jax.control.protocol import RunController
 from streamrl_jax.flops import mfu, peak_flops, throughput, update_flops
 from streamrl_jax.metrics import MetricSink, Missing, Value, record
 from streamrl_jax.progress import Display
 from streamrl_jax.samples_log import SampleLog
 from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate
-from streamrl_jax.train.evaluator import Evaluation
+from streamrl_jax.train.evaluator import Evaluation, EvaluationObserver
 from streamrl_jax.train.models import Arch
+from streamrl_jax.train.report import IterationResult
 from streamrl_jax.train.rollouts import Rollouts
-from streamrl_jax.train.trainer import IterationResult
 from streamrl_jax.train.weights import Weights
 from streamrl_jax.types import Sample, expand_runs
 
@@ -94,6 +95,41 @@ class Hardware:
     device_kind: str
 
 
+class Records(EvaluationObserver, Protocol):
+    """What the loop tells of an iteration."""
+
+    def begin(self, iteration: int) -> None:
+        """An iteration begins."""
+        ...
+
+    def sample(self, sample: Sample) -> None:
+        """A sample was taken."""
+        ...
+
+    def end(self, iteration: int, result: IterationResult) -> None:
+        """The iteration's update is done."""
+        ...
+
+
+class NoRecords:
+    """`Records` of a trainer process that is not the first: what it would write, the first one writes."""
+
+    def begin(self, iteration: int) -> None:
+        """Nothing."""
+
+    def sample(self, sample: Sample) -> None:
+        """Nothing."""
+
+    def end(self, iteration: int, result: IterationResult) -> None:
+        """Nothing."""
+
+    def evaluating(self, version: int) -> None:
+        """Nothing."""
+
+    def evaluation(self, result: Evaluation) -> None:
+        """Nothing."""
+
+
 class Recorder:
     """Collects an iteration and writes it down.
 
@@ -119,7 +155,7 @@ class Recorder:
         samples: SampleLog,
         trace: Trace,
         display: Display,
-        controller: Controller,
+        controller: RunController,
         rollouts: Rollouts,
         weights: Weights,
         gate: AgreementGate,

@@ -22,7 +22,7 @@ from streamrl_jax.samples_log import read_samples
 from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, read_inputs
 from streamrl_jax.train.assemble import Restore, build_steps, build_trainer
 from streamrl_jax.train.checkpoint import Checkpointer
-from streamrl_jax.train.trainer import IterationResult
+from streamrl_jax.train.report import IterationResult
 
 
 def replay(

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from streamrl_jax.train.aggregate import Aggregation, Size
+from streamrl_jax.train.agreement import Comparison
 from streamrl_jax.train.answer import Answer
 from streamrl_jax.train.batcher import MicroBatch
 from streamrl_jax.train.moments import Moments, merge
 from streamrl_jax.train.objective import Tally
 from streamrl_jax.train.packing import rank_costs, row_cost
+from streamrl_jax.train.refusal import Refusal
 from streamrl_jax.train.shapes import BatchShape
 
 # In these the means of several updates are reported; of anything else (rates) the last.
@@ -29,6 +32,23 @@ _ROUNDING = 1e-6
 
 # Spreads that other figures are made of, and that are not logged themselves.
 _INNER = ("critic/advantages_raw", "critic/value_errors")
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """What an iteration brought.
+
+    Attributes:
+        metrics: Under their logged names.
+        agreement: Trainer beside generator, on the tokens seen before the first update.
+        refusal: Why an update was refused; None if all were applied.
+        lengths: Tokens of each sample that an update worked on; what was left out is none of them.
+    """
+
+    metrics: dict[str, float]
+    agreement: Comparison
+    refusal: Refusal | None = None
+    lengths: tuple[int, ...] = ()
 
 
 def loss_metrics(tallies: Sequence[Tally], aggregation: Aggregation) -> dict[str, float]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamrl_jax.config import Config
-from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.protocol import RunController
 from streamrl_jax.data import PromptSet
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.trace import Trace
@@ -45,7 +45,7 @@ def training_sampling(cfg: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
     )
 
 
-def arriving(controller: Controller, job_id: str, timeout_s: float, stop: StopSignal) -> Iterator[Sample]:
+def arriving(controller: RunController, job_id: str, timeout_s: float, stop: StopSignal) -> Iterator[Sample]:
     """A job's samples in the order of their arrival, each once; a signal ends the wait.
 
     Args:
@@ -126,7 +126,7 @@ class Rollouts:
     def __init__(
         self,
         cfg: Config,
-        controller: Controller,
+        controller: RunController,
         prompts: PromptSet,
         sampling: Sampling,
         trace: Trace,

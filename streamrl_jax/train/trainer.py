@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from streamrl_jax.train.advantage import GroupAdvantage, Whitening, level, whitening
 from streamrl_jax.train.advantage import group_advantage as default_group_advantage
 from streamrl_jax.train.aggregate import Aggregation
-from streamrl_jax.train.agreement import Comparison, compare
+from streamrl_jax.train.agreement import compare
 from streamrl_jax.train.answer import Answer, Shaping, check_vocabulary, sampled_answer
 from streamrl_jax.train.batcher import MicroBatch, MicroBatcher, pack_all
 from streamrl_jax.train.groups import Groups, draw_mini_batches
@@ -22,8 +22,10 @@ from streamrl_jax.train.mesh import batch_shards
 from streamrl_jax.train.models import Params
 from streamrl_jax.train.moments import Moments, faded, merge
 from streamrl_jax.train.objective import Prepared, Tally
+from streamrl_jax.train.plan import Plan
 from streamrl_jax.train.refusal import Refusal, find_culprits
 from streamrl_jax.train.report import (
+    IterationResult,
     answer_metrics,
     filter_metrics,
     loss_metrics,
@@ -38,23 +40,6 @@ from streamrl_jax.types import Sample
 
 # How much of its weight a past iteration keeps in the running statistics, per iteration.
 _WHITENING_MEMORY = 0.5
-
-
-@dataclass(frozen=True)
-class IterationResult:
-    """What an iteration brought.
-
-    Attributes:
-        metrics: Under their logged names.
-        agreement: Trainer beside generator, on the tokens seen before the first update.
-        refusal: Why an update was refused; None if all were applied.
-        lengths: Tokens of each sample that an update worked on; what was left out is none of them.
-    """
-
-    metrics: dict[str, float]
-    agreement: Comparison
-    refusal: Refusal | None = None
-    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +66,7 @@ class Trainer:
     Attributes:
         state: Parameters and optimizers; replaced by `end_iteration`.
         reference: The frozen reference's parameters, or None.
+        mesh: That all of it lies on.
     """
 
     def __init__(
@@ -92,6 +78,7 @@ class Trainer:
         group_advantage: GroupAdvantage | None = None,
         shape: BatchShape | None = None,
         pack: bool = True,
+        plan: Plan | None = None,
     ) -> None:
         """Binds the programs to a state.
 
@@ -102,6 +89,7 @@ class Trainer:
             group_advantage: One's own advantage; None: that of `algorithm.adv_estimator`.
             shape: Row shapes; None: by the configuration.
             pack: Whether a row may hold several answers.
+            plan: Of several trainer processes; None: there is one.
         """
         if steps.cfg.uses_reference != (reference is not None):
             raise ValueError(
@@ -111,9 +99,11 @@ class Trainer:
         self.state = state
         self.reference = reference
         self.shape = shape or plan_rl_shape(steps.cfg, batch_shards(steps.mesh))
+        self.mesh = steps.mesh
         self._steps = steps
         self._cfg = steps.cfg
         self._pack = pack
+        self._plan = plan or Plan()
         self._shaping = Shaping.of(steps.cfg)
         self._group_advantage = None
         if steps.cfg.uses_groups:
@@ -172,6 +162,11 @@ class Trainer:
             if self._cfg.single_update:
                 self._take(self._batcher.add(answer))
         return 0
+
+    def logprobs(self, micro: MicroBatch) -> Float[np.ndarray, "rows len"]:
+        """Of the present policy, for the probe of the agreement."""
+        self._plan.rows("score", micro)
+        return self._steps.score_to_host(self.state.actor.params, self._steps.place(micro.rows))
 
     @property
     def accumulated(self) -> int:
@@ -253,13 +248,20 @@ class Trainer:
     def _prepare(self, micro: MicroBatch, gradients: Accumulators) -> tuple[Accumulators, _Batch, Tally]:
         """Scores, values and advantages of a micro-batch; with a single update the critic learns on the way."""
         rows = self._steps.place(micro.rows)
-        known = None if self.reference is None else self._steps.score(self.reference, rows)
         actor, critic = self.state.actor.params, self.state.critic
         actor_sum, critic_sum = gradients
+        known = start = None
+        if self.reference is not None:
+            self._plan.rows("score", micro)
+            known = self._steps.score(self.reference, rows)
         if critic is None or critic_sum is None or not self._cfg.single_update:
-            start = self._steps.score(actor, rows) if self._cfg.scores_first else None
+            if self._cfg.scores_first:
+                self._plan.rows("score", micro)
+                start = self._steps.score(actor, rows)
+            self._plan.rows("estimate", micro)
             prepared, tally = self._steps.estimate(critic.params if critic else None, rows, known, start)
         else:
+            self._plan.rows("critic", micro)
             critic_sum, prepared, tally = self._steps.learn_critic_on_arrival(
                 critic.params, critic_sum, rows, known
             )
@@ -268,6 +270,7 @@ class Trainer:
     def _learn_actor(self, batch: _Batch) -> None:
         assert self._whitening is not None
         actor_sum, critic_sum = self._gradients
+        self._plan.rows("actor", batch.micro)
         actor_sum, tally, logprobs = self._steps.learn_actor(
             self.state.actor.params, actor_sum, batch.prepared, self._whitening
         )
@@ -279,6 +282,7 @@ class Trainer:
 
     def _apply(self) -> None:
         warming_up = self._cfg.uses_critic and self._version < self._cfg.critic.warmup_steps
+        self._plan.whole("apply", self._version)
         self.state, self._gradients, report = self._steps.apply(
             self.state, self._gradients, learn_actor=not warming_up
         )
@@ -334,6 +338,7 @@ class Trainer:
         actor_sum, critic_sum = self._gradients
         if self.state.critic is None or critic_sum is None:
             return
+        self._plan.rows("critic", batch.micro)
         critic_sum, tally = self._steps.learn_critic(self.state.critic.params, critic_sum, batch.prepared)
         self._gradients = actor_sum, critic_sum
         self._tallies.append(tally)
@@ -369,11 +374,14 @@ class Trainer:
             gradients, batch, _ = self._prepare(micro, gradients)
             actor_sum, critic_sum = gradients
             if not self._cfg.single_update and self.state.critic is not None and critic_sum is not None:
+                self._plan.rows("critic", micro)
                 critic_sum, _ = self._steps.learn_critic(self.state.critic.params, critic_sum, batch.prepared)
+            self._plan.rows("actor", micro)
             actor_sum, _, _ = self._steps.learn_actor(
                 self.state.actor.params, actor_sum, batch.prepared, self._whitening or Whitening()
             )
             gradients = actor_sum, critic_sum
+        self._plan.whole("finite", self._version)
         return not self._steps.finite(gradients)
 
     def _remember_statistics(self) -> None:

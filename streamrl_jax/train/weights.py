@@ -1,15 +1,35 @@
-"""The loop's door to the bridge: a version is snapshotted, published, and travels while training goes on."""
+"""The loop's door to the bridge: a version is snapshotted, published, and travels while training goes on.
+
+Of several trainer processes the first writes and publishes (`Weights`). The conversion is a program of all devices, so
+the others run it too, and keep nothing of it (`Conversions`).
+"""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future
 from functools import partial
+from typing import Protocol
 
-from streamrl_jax.bridge.publish import Published, Publisher
-from streamrl_jax.control.controller import Controller
-from streamrl_jax.train.models import Params
+import jax
+
+from streamrl_jax.bridge.publish import BUCKET_BYTES, Published, Publisher, convert, list_pieces, make_buckets
+from streamrl_jax.control.protocol import RunController
+from streamrl_jax.train.models import Arch, Params
+from streamrl_jax.train.plan import Plan
 from streamrl_jax.types import UpdateReport, WeightSource
+
+
+class WeightDoor(Protocol):
+    """What the loop and the agreement gate ask of either."""
+
+    def publish(self, params: Params, version: int) -> None:
+        """Takes a snapshot of the parameters, which may be donated as soon as this returns."""
+        ...
+
+    def served(self, timeout_s: float) -> object:
+        """Returns when the instances have the newest version, as far as this process is the one that knows."""
+        ...
 
 
 class Weights:
@@ -23,9 +43,18 @@ class Weights:
         controller: Brings a version to each instance.
         address: Of the trainer's weight store, for instances on other hosts; empty: none.
         timeout_s: Bound on the wait for a version's bytes.
+        plan: Of several trainer processes.
     """
 
-    def __init__(self, publisher: Publisher, controller: Controller, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        controller: RunController,
+        address: str,
+        timeout_s: float,
+        plan: Plan | None = None,
+    ) -> None:
+        self._plan = plan or Plan()
         self._publisher = publisher
         self._controller = controller
         self._address = address
@@ -46,6 +75,7 @@ class Weights:
         if self._written is not None:  # one version at a time, so that host memory stays bounded
             self._costs = self._known_costs(self._written)
         self._updated = Future()
+        self._plan.whole("convert", version)
         self._written = self._publisher.publish(params, version).future
         self._written.add_done_callback(partial(self._hand_over, self._updated))
         self._blocked_s = time.monotonic() - begun
@@ -99,6 +129,32 @@ class Weights:
             self._controller.fail(error)
             return
         reports.add_done_callback(partial(_copy_outcome, updated))
+
+
+class Conversions:
+    """`Weights` of a trainer process that is not the first: takes part in the conversion, bucket by bucket.
+
+    Nothing is copied to the host, and the devices hold one bucket at a time.
+
+    Args:
+        arch: Of the policy.
+        dtype: What is shipped.
+        plan: Of several trainer processes.
+    """
+
+    def __init__(self, arch: Arch, dtype: str, plan: Plan) -> None:
+        self._buckets = make_buckets(list_pieces(arch), dtype, BUCKET_BYTES)
+        self._dtype = dtype
+        self._plan = plan
+
+    def publish(self, params: Params, version: int) -> None:
+        """Runs the conversion that the first process takes its snapshot by."""
+        self._plan.whole("convert", version)
+        for bucket in self._buckets:
+            jax.block_until_ready(convert(params, bucket, self._dtype))
+
+    def served(self, timeout_s: float) -> None:
+        """The first process waits for the instances, and this one for it, at the probe that follows."""
 
 
 def _copy_outcome(target: Future[list[UpdateReport]], source: Future[list[UpdateReport]]) -> None:

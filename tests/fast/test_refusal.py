@@ -21,8 +21,9 @@ from streamrl_jax.train.answer import Answer, sampled_answer, taught_answer
 from streamrl_jax.train.groups import draw_mini_batches
 from streamrl_jax.train.loss import PolicyInputs, clipped_policy_loss
 from streamrl_jax.train.refusal import Refusal, find_culprits
+from streamrl_jax.train.report import IterationResult
 from streamrl_jax.train.step import Steps
-from streamrl_jax.train.trainer import IterationResult, Trainer
+from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import FinishReason, Sample
 
 from .tiny_training import (
@@ -48,7 +49,7 @@ def gate(**sections: Any) -> AgreementGate:
     """A gate that judges, and probes nothing."""
     nothing: Any = None
     cfg = config(algorithm={"adv_estimator": "grpo"}, **sections)
-    return AgreementGate(cfg, nothing, nothing, nothing, (), nothing, nothing)
+    return AgreementGate(cfg, nothing, nothing, (), nothing, nothing)
 
 
 def unchanged(trainer: Trainer, before: Any) -> bool:
