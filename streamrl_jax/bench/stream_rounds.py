@@ -89,7 +89,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def peak_bytes(pid: int) -> int:
+def peak_bytes(pid: int | str) -> int:
     """The largest resident size that a process has had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
@@ -141,7 +141,7 @@ class ThroughController:
     """
 
     def __init__(self, controller: Controller, pid: int, tokens: int) -> None:
-        self._controller = controller
+        self.controller = controller
         self._pid = pid
         self._tokens = tokens
         self._jobs = itertools.count()
@@ -151,8 +151,8 @@ class ThroughController:
         number = next(self._jobs)
         job = Job(f"train/{number}", prompts(samples), 1, sampling(self._tokens), number, 0)
         cpu_s, arrivals, stamps = cpu_seconds(self._pid), [], []
-        self._controller.submit(job)
-        for sample in self._controller.samples(job.job_id, _WAIT_S):
+        self.controller.submit(job)
+        for sample in self.controller.samples(job.job_id, _WAIT_S):
             arrivals.append(time.monotonic())
             stamps.append(sample.generation.timings.queued_s)
         return _round(arrivals, stamps, cpu_seconds(self._pid) - cpu_s)
@@ -235,6 +235,14 @@ class Bare:
                 if number + held < samples:
                     await call.write(assign())
             await call.done_writing()
+
+
+def instance_pids(home: Path) -> list[int]:
+    """The processes of a launcher's instances."""
+    return [
+        json.loads(path.read_text())["pid"]
+        for path in sorted((home / "instances").glob("counting-*.address"))
+    ]
 
 
 def bare_addresses(home: Path) -> list[str]:

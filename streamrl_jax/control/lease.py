@@ -64,6 +64,7 @@ class Lease:
         self._moved = now  # a token, an answer, or new work after idleness
         self._resumed = now  # an update or a pause ended
         self._claimed = 0  # tokens reported since something arrived
+        self._arrived = False  # something did since the last report, whose tokens may be of that
         self._state = InstanceState.LOADING
         self._state_since = now
         self._again = False
@@ -84,12 +85,13 @@ class Lease:
             self._state, self._state_since = status.state, now
         if status.tokens_since_last:
             self._moved = now
-            self._claimed += status.tokens_since_last
+            self._claimed += 0 if self._arrived else status.tokens_since_last
+        self._arrived = False
 
     def heard(self, now: float) -> None:
         """Takes what the engine made: a finished answer, or tokens of one, that were not known yet."""
         self._heard = self._moved = now
-        self._claimed = 0
+        self._claimed, self._arrived = 0, True
         self._engine_age = 0.0
 
     def useless(self, now: float) -> None:

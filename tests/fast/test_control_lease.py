@@ -135,6 +135,17 @@ def test_tokens_that_are_reported_and_never_arrive() -> None:
     assert lease.verdict(51, held=4, most_tokens=5000) == ""
 
 
+def test_a_report_may_be_of_the_answers_that_came_before_it() -> None:
+    """A quick instance makes more in a heartbeat's time than it holds at once, and has delivered it all."""
+    lease = lived([])
+    for second in range(1, 6):
+        lease.heard(second - 0.01)
+        lease.observe(beat(InstanceState.GENERATING, tokens=1_000_000), second)
+        assert lease.verdict(second, held=4, most_tokens=5000) == ""
+    lease.observe(beat(InstanceState.GENERATING, tokens=5001), 6)
+    assert "nothing arrived" in lease.verdict(6, held=4, most_tokens=5000)
+
+
 def test_answers_that_have_to_be_dropped_prove_no_engine() -> None:
     lease = lived([(1, beat(InstanceState.GENERATING, tokens=1))])
     for second in range(2, 23):
