@@ -42,7 +42,7 @@ BARE_SUFFIX: Final = ".bare"
 """Of the file, beside the address file, that says where the bare stream is served."""
 
 LONGEST: Final = 1 << 20
-_CATCH_UP_S: Final = 1.0  # what is later than this is not made up for
+_CATCH_UP_S: Final = 0.25  # what is later than this is not made up for
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,21 @@ class Pace:
         per_s: Answers a second, evenly spaced (open loop: what is late is made up for); 0: at once.
         pieces: Deltas that an answer comes in; more than one make Progress messages possible.
         core: The processor core that the process is bound to; negative: none.
+        load_s: What loading takes.
     """
 
     tokens: int = 512
     per_s: float = 0.0
     pieces: int = 1
     core: int = -1
+    load_s: float = 0.0
 
 
 class CountingEngine:
     """Keeps the contract of `Engine` and computes nothing.
 
     The moment at which an answer was finished (`time.monotonic`, which all processes of a host share) is put into its
-    ``timings.queued_s``.
+    ``timings.queued_s``, and the moment at which the engine was loaded into ``timings.prefill_s``.
 
     Args:
         pace: how fast.
@@ -79,6 +81,7 @@ class CountingEngine:
         self.limits = EngineLimits(slots, LONGEST, "counting")
         self.version = NO_VERSION
         self.tokens_total = 0
+        self.loaded_s = 0.0
         self._pace = pace
         self._due_s = 0.0
         self._ids = np.arange(pace.tokens, dtype=np.int32)
@@ -88,8 +91,10 @@ class CountingEngine:
         self._go.set()
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Has nothing to load."""
+        """Takes its time."""
         report("counting")
+        await asyncio.sleep(self._pace.load_s)
+        self.loaded_s = time.monotonic()
 
     async def generate(self, assignment: Assignment) -> AsyncIterator[Delta]:
         """The first ``tokens`` numbers, in ``pieces``."""
@@ -124,7 +129,7 @@ class CountingEngine:
             self._logprobs[first:end],
             (VersionRun(self.version, end - first),),
             FinishReason.LENGTH if last else None,
-            Timings(queued_s=time.monotonic()) if last else Timings(),
+            Timings(queued_s=time.monotonic(), prefill_s=self.loaded_s) if last else Timings(),
         )
 
     async def abort(self, sample_id: str, attempt: int) -> None:

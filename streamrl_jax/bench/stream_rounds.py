@@ -142,7 +142,7 @@ class ThroughController:
 
     def __init__(self, controller: Controller, pid: int, tokens: int) -> None:
         self.controller = controller
-        self._pid = pid
+        self.pid = pid
         self._tokens = tokens
         self._jobs = itertools.count()
 
@@ -150,12 +150,12 @@ class ThroughController:
         """One job, read to its end."""
         number = next(self._jobs)
         job = Job(f"train/{number}", prompts(samples), 1, sampling(self._tokens), number, 0)
-        cpu_s, arrivals, stamps = cpu_seconds(self._pid), [], []
+        cpu_s, arrivals, stamps = cpu_seconds(self.pid), [], []
         self.controller.submit(job)
         for sample in self.controller.samples(job.job_id, _WAIT_S):
             arrivals.append(time.monotonic())
             stamps.append(sample.generation.timings.queued_s)
-        return _round(arrivals, stamps, cpu_seconds(self._pid) - cpu_s)
+        return _round(arrivals, stamps, cpu_seconds(self.pid) - cpu_s)
 
 
 @contextlib.contextmanager
@@ -173,6 +173,28 @@ def in_process(home: Path, setting: Setting) -> Iterator[ThroughController]:
         with version_zero(fence) as (manifest, source):
             controller.publish(manifest, source).result(_WAIT_S)
             yield ThroughController(controller, os.getpid(), setting.pace.tokens)
+    finally:
+        controller.close()
+
+
+def join(home: Path, core: int, number: int) -> float:
+    """Seconds from an engine that has loaded to its first sample at the reader.
+
+    The version is published and a sample waits while the instance starts, as in a run that it joins. How long loading
+    takes differs from join to join, so that the controller's looks at it come at any moment.
+    """
+    setting = Setting(Pace(core=core, load_s=1.0 + number * 0.37 % 1.0), 1, 4, 2, 0.0, 1)
+    fence = Fence("bench", number)
+    controller = Controller(
+        ControlSettings(), fence, launcher(home, setting, fence), reward, lambda ids: "", lambda event: None
+    )
+    try:
+        controller.start()
+        with version_zero(fence) as (manifest, source):
+            controller.publish(manifest, source)
+            controller.submit(Job("train/0", prompts(1), 1, sampling(512), 0, 0))
+            first = next(controller.samples("train/0", _WAIT_S))
+            return time.monotonic() - first.generation.timings.prefill_s
     finally:
         controller.close()
 
@@ -253,3 +275,7 @@ def bare_addresses(home: Path) -> list[str]:
 def _round(arrivals: list[float], stamps: list[float], cpu_s: float) -> Round:
     at = np.asarray(arrivals)
     return Round(len(at), float(at.max() - at.min()), at - np.asarray(stamps), cpu_s)
+
+
+OPEN: Final = {"controller in a thread": in_process}
+"""By name of the way: opens a controller for (directory, setting)."""
