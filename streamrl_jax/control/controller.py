@@ -19,13 +19,18 @@ from streamrl_jax.control.core import TICK_S, ControllerCore
 from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.handover import Handover
+from streamrl_jax.control.hub import Hub
 from streamrl_jax.control.inbox import Inbox
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.outbox import Batch, Delivery
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.queue import Place
 from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.control.server import RunControlService, Serving, serve
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.control.shelf import Publication
+from streamrl_jax.control.usage import Meter, Usage
+from streamrl_jax.control.watchdog import Watchdog
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
 from streamrl_jax.rewards import RewardFn
@@ -56,6 +61,7 @@ class Controller:
         on_event: takes what happens, on the controller's thread; must be quick.
         access: token and TLS of run and instances.
         place: chooses the instance of a sample; None: its group's, else the emptiest.
+        serving: where others reach it: further trainer processes, the commands; None: nowhere.
     """
 
     def __init__(
@@ -68,14 +74,22 @@ class Controller:
         on_event: Callable[[ControlEvent], None],
         access: net.Access = net.OPEN,
         place: Place | None = None,
+        serving: Serving | None = None,
     ) -> None:
         self._settings = settings
         self._rewards = RewardWorkers(reward, decode, settings.reward_timeout_s, settings.reward_workers)
-        self._core = ControllerCore(settings, fence, launcher, self._rewards, on_event, access, place)
-        self._core.when_failed(lambda error: self._failed.set())
+        self._hub = Hub(settings.readers, on_event)
+        told = self._hub.event if serving else on_event
+        self._core = ControllerCore(settings, fence, launcher, self._rewards, told, access, place)
+        self._core.when_failed(self._when_failed)
+        self._watchdog = Watchdog(settings.grace_s)
         self._inboxes: dict[str, Inbox] = {}
         self._reports: dict[str, Callable[[int, bool], None]] = {}
         self._failed = threading.Event()
+        self._served = contextlib.AsyncExitStack()
+        self._serving = serving
+        self._address = ""
+        self._usage, self._meter = Usage(), Meter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._closed = False
@@ -96,6 +110,9 @@ class Controller:
         """Starts the instances and returns at once."""
         self._rewards.start()
         self._thread.start()
+        if self._serving is not None:
+            opened = asyncio.run_coroutine_threadsafe(self._serve(self._serving), self._loop)
+            self._address = opened.result(_ASK_S)
         self._ask(self._core.begin)
 
     def wait_ready(self, timeout_s: float, at_least: int | None = None) -> None:
@@ -215,6 +232,16 @@ class Controller:
         """Entries held in memory, by kind; 0 when every job is done."""
         return self._ask(self._core.work.sizes)
 
+    def usage(self) -> Mapping[str, float]:
+        """What the process that it shares with the trainer costs since the last call, and how long samples take."""
+        self._meter.used(self._usage.now())
+        return self._meter.metrics()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` at which it serves; empty: nowhere."""
+        return self._address
+
     def fail(self, error: BaseException) -> None:
         """Ends the run from outside (a version could not be written, say): every wait raises the error."""
         if self._thread.is_alive():
@@ -228,6 +255,7 @@ class Controller:
         Raises:
             ControlError: something did not end within its bound.
         """
+        self._watchdog.heed()
         if self._closed:
             return
         self._closed = True
@@ -245,15 +273,32 @@ class Controller:
         try:
             self._loop.run_forever()
             self._loop.run_until_complete(self._core.end())
+            self._loop.run_until_complete(self._served.aclose())
         finally:
             self._loop.close()
+
+    async def _serve(self, serving: Serving) -> str:
+        service = RunControlService(self._core, self._hub, lambda: None)
+        return await self._served.enter_async_context(serve(service, self._core, serving))
+
+    def _when_failed(self, error: BaseException) -> None:
+        self._failed.set()
+        if self.world > 1:
+            self._watchdog.arm(error)
 
     # ---------------------------------------------------------------- from the trainer's threads
 
     def _open(self, job_id: str, size: int) -> None:
         inbox = Inbox(job_id, size)
         window = _WINDOW if self.world > 1 else sys.maxsize
-        reading = self._ask(lambda: self._core.read(job_id, self.reader, 0, window, inbox.put))
+
+        def deliver(delivery: Delivery) -> None:
+            if isinstance(delivery, Batch):
+                for sample in delivery.samples:
+                    self._meter.arrived(time.monotonic() - sample.rewarded_s)
+            inbox.put(delivery)
+
+        reading = self._ask(lambda: self._core.read(job_id, self.reader, 0, window, deliver))
         taken = Handover[tuple[int, bool]](self._loop, lambda told: reading.taken(*told))
         self._inboxes[job_id] = inbox
         self._reports[job_id] = partial(_report, taken)

@@ -26,7 +26,7 @@ class Readers:
         self._lease_s = lease_s
         self._timeout_s = plan_timeout_s
         self._heard: dict[int, float] = {}
-        self._go: asyncio.Future[None] | None = None
+        self._going: dict[int, asyncio.Future[None]] = {}  # by step
         self._failure: BaseException | None = None
 
     def beat(self, reader: int) -> None:
@@ -46,13 +46,11 @@ class Readers:
         if self._failure is not None:
             raise self._failure
         if self._plan.acknowledge(reader, step, time.monotonic()):
-            if self._go is not None and not self._go.done():
-                self._go.set_result(None)
-            self._go = None
+            if (going := self._going.pop(step.sequence, None)) is not None:
+                going.set_result(None)
             return
-        if self._go is None:
-            self._go = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._go)
+        going = self._going.setdefault(step.sequence, asyncio.get_running_loop().create_future())
+        await asyncio.shield(going)
 
     def check(self) -> None:
         """Raises `ControlError` when a reader is silent, or missing at a step, for too long."""
@@ -73,6 +71,7 @@ class Readers:
     def fail(self, error: BaseException) -> None:
         """Raises the error in whoever waits for the others, now and later."""
         self._failure = error
-        if self._go is not None and not self._go.done():
-            self._go.set_exception(error)
-            self._go.exception()  # nobody may be waiting
+        for going in self._going.values():
+            going.set_exception(error)
+            going.exception()  # nobody may be waiting
+        self._going.clear()

@@ -4,8 +4,8 @@ Worker threads, not processes: a function given to ``streamrl_jax.run(reward_fn=
 cannot be pickled, and a process that has imported JAX must not be forked. The price: a thread that hangs
 cannot be killed. So a call past its bound ends the run with the sample's name; the thread is a daemon and
 does not keep the process alive. A function that holds the interpreter lock (a catastrophic regular
-expression) holds the whole process with it; such a function belongs into a process of its own, which it
-calls with a bound.
+expression) holds the whole process with it: where the controller is a process of its own, the trainer notices that
+it is silent, and reads off the `Board` which sample it was at.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from streamrl_jax.control.board import Board
 from streamrl_jax.control.faults import RewardError
 from streamrl_jax.control.handover import Handover
 from streamrl_jax.errors import UserError
@@ -44,16 +45,23 @@ class RewardWorkers:
         decode: token ids to text; runs on the worker too.
         timeout_s: bound on one call.
         workers: threads.
+        board: shows other processes which calls run; None: nobody looks.
     """
 
     def __init__(
-        self, function: RewardFn, decode: Callable[[TokenIds], str], timeout_s: float, workers: int
+        self,
+        function: RewardFn,
+        decode: Callable[[TokenIds], str],
+        timeout_s: float,
+        workers: int,
+        board: Board | None = None,
     ) -> None:
         self._function = function
         self._decode = decode
         self._timeout_s = timeout_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
+        self._board = board
         self._closing = False
         self._back: Handover[tuple[_Call, RewardResult | BaseException]] | None = None
         self._threads = [
@@ -111,7 +119,11 @@ class RewardWorkers:
     def _work(self, number: int) -> None:
         while (call := self._calls.get()) is not None and not self._closing:
             self._running[number] = (time.monotonic(), call)
+            if self._board is not None:
+                self._board.begin(number, _name(call))
             outcome = self._outcome(call)
+            if self._board is not None:
+                self._board.end(number)
             del self._running[number]
             assert self._back is not None, "it was attached before anything was ordered"
             with contextlib.suppress(RuntimeError):  # the loop is closed: a call that hung ends after the run

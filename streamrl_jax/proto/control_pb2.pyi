@@ -69,32 +69,36 @@ class FailRequest(_message.Message):
     def __init__(self, reader: _Optional[int] = ..., failure: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("reader", "world", "fence", "interval_s", "events")
+    __slots__ = ("reader", "world", "fence", "interval_s", "events", "seen")
     READER_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     reader: int
     world: int
     fence: _streamrl_pb2.Fence
     interval_s: float
     events: bool
-    def __init__(self, reader: _Optional[int] = ..., world: _Optional[int] = ..., fence: _Optional[_Union[_streamrl_pb2.Fence, _Mapping]] = ..., interval_s: _Optional[float] = ..., events: _Optional[bool] = ...) -> None: ...
+    seen: int
+    def __init__(self, reader: _Optional[int] = ..., world: _Optional[int] = ..., fence: _Optional[_Union[_streamrl_pb2.Fence, _Mapping]] = ..., interval_s: _Optional[float] = ..., events: _Optional[bool] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("beat", "event", "updated", "released", "failure")
+    __slots__ = ("beat", "event", "updated", "released", "failure", "sequence")
     BEAT_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     UPDATED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     beat: Beat
     event: ControlEvent
     updated: Updated
     released: int
     failure: Error
-    def __init__(self, beat: _Optional[_Union[Beat, _Mapping]] = ..., event: _Optional[_Union[ControlEvent, _Mapping]] = ..., updated: _Optional[_Union[Updated, _Mapping]] = ..., released: _Optional[int] = ..., failure: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    sequence: int
+    def __init__(self, beat: _Optional[_Union[Beat, _Mapping]] = ..., event: _Optional[_Union[ControlEvent, _Mapping]] = ..., updated: _Optional[_Union[Updated, _Mapping]] = ..., released: _Optional[int] = ..., failure: _Optional[_Union[Error, _Mapping]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("clock_s", "host_id", "rss_bytes", "cpu_s")

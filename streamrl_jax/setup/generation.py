@@ -9,37 +9,24 @@ from dataclasses import dataclass
 
 from streamrl_jax.bridge.store import StoredVersion, StoreServer, WeightStore
 from streamrl_jax.config import Config
+from streamrl_jax.control.client import Peer
 from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.protocol import RunController
+from streamrl_jax.control.remote import RemoteController
+from streamrl_jax.control.server import Serving
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen import net
-from streamrl_jax.gen.launch.fleet import Fleet
+from streamrl_jax.gen.launch.plan import FleetPlan
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
+from streamrl_jax.setup.controller import CONTROL_FILE, start_controller
 from streamrl_jax.setup.devices import DeviceSplit
 from streamrl_jax.setup.fleet import fleet_plan, open_fleet
 from streamrl_jax.setup.inputs import Inputs
 from streamrl_jax.setup.security import run_access
 
 _LOOK_S = 1.0
-
-
-def make_launcher(
-    cfg: Config, home: RunDir, inputs: Inputs, split: DeviceSplit, files: net.AccessFiles
-) -> Fleet:
-    """The launcher of the run's local instances and of its endpoints.
-
-    Args:
-        cfg: The run's configuration.
-        home: The run directory.
-        inputs: The policy's checkpoint and its tokenizer.
-        split: Which instance runs on what.
-        files: What run and instances share.
-
-    Raises:
-        UserError: An endpoint is no address, named twice, or on another machine in plain text
-            without `security.insecure`.
-    """
-    return open_fleet(fleet_plan(cfg, home, inputs, split, files))
 
 
 @dataclass
@@ -64,7 +51,7 @@ class GenerationSide:
         store: Where instances on other hosts fetch them.
     """
 
-    controller: Controller
+    controller: RunController
     store: Store
 
 
@@ -91,18 +78,45 @@ def open_generation(
     files = run_access(cfg, home)
     access = net.Access.from_files(files)
     with _open_store(cfg, home, access) as store:
-        launcher = make_launcher(cfg, home, inputs, split, files)
-        controller = Controller(
-            ControlSettings.of(cfg, readers),
-            home.fence,
-            launcher,
-            inputs.reward,
-            inputs.tokenizer.decode,
-            display.event,
-            access=access,
-        )
+        plan = fleet_plan(cfg, home, inputs, split, files)
+        settings = ControlSettings.of(cfg, readers)
+        if cfg.control.process and not inputs.reward_given:
+            controller = _in_a_process(cfg, home, inputs, plan, settings, access, display)
+        else:
+            controller = Controller(
+                settings,
+                home.fence,
+                open_fleet(plan),
+                inputs.reward,
+                inputs.tokenizer.decode,
+                display.event,
+                access=access,
+                serving=Serving(access, cfg.control.listen, home.path / CONTROL_FILE),
+            )
         with _running(controller, display):
             yield GenerationSide(controller, store)
+
+
+def _in_a_process(
+    cfg: Config,
+    home: RunDir,
+    inputs: Inputs,
+    plan: FleetPlan,
+    settings: ControlSettings,
+    access: net.Access,
+    display: Display,
+) -> RunController:
+    started = start_controller(cfg, home, inputs.model_dir, plan, settings.readers, settings.close_timeout_s)
+    peer = Peer(
+        started.address,
+        access,
+        home.fence,
+        world=settings.readers,
+        lease_s=settings.reader_lease_s,
+        ended=started.ended,
+        situation=started.situation,
+    )
+    return RemoteController(settings, peer, display.event, started.stop)
 
 
 @contextlib.contextmanager
@@ -125,7 +139,7 @@ def advertised(address: str, host: str) -> str:
 
 
 @contextlib.contextmanager
-def _running(controller: Controller, display: Display) -> Iterator[None]:
+def _running(controller: RunController, display: Display) -> Iterator[None]:
     done = threading.Event()
     watcher = threading.Thread(
         target=_watch, args=(controller, display, done), name="watch-pool", daemon=True
@@ -141,7 +155,10 @@ def _running(controller: Controller, display: Display) -> Iterator[None]:
         controller.close()
 
 
-def _watch(controller: Controller, display: Display, done: threading.Event) -> None:
+def _watch(controller: RunController, display: Display, done: threading.Event) -> None:
     """Keeps the instances' lines on the screen fresh."""
     while not done.wait(_LOOK_S):
-        display.instances(controller.pool())
+        try:
+            display.instances(controller.pool())
+        except ControlError:  # it is gone: the trainer's own call says so
+            return

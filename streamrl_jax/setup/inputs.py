@@ -48,6 +48,7 @@ class Inputs:
         train_prompts: Training prompts.
         test_prompts: Held-out ones, or None.
         reward: The reward function.
+        reward_given: Whether it was given from Python, and may be a closure that no other process can load.
         loss: A policy loss of one's own, or None.
         advantage: A group advantage of one's own, or None.
     """
@@ -61,6 +62,7 @@ class Inputs:
     reward: RewardFn
     loss: PolicyLoss | None
     advantage: GroupAdvantage | None
+    reward_given: bool = False
 
 
 def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
@@ -96,6 +98,7 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
         reward=adapt_reward(functions.reward) if functions.reward else load_reward(cfg.reward),
         loss=load_loss(cfg, functions.loss),
         advantage=load_advantage(cfg, functions.advantage),
+        reward_given=functions.reward is not None,
     )
 
 

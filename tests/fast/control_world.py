@@ -18,9 +18,13 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
+from streamrl_jax.control.client import Peer
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.protocol import RunController
+from streamrl_jax.control.remote import RemoteController
+from streamrl_jax.control.server import Serving
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen import net
 from streamrl_jax.gen.host import host_id
@@ -151,6 +155,7 @@ class World:
     names: tuple[str, ...]
     engine: Callable[[str, int], FakeEngine] = lambda name, life: FakeEngine()
     faults: Callable[[str, int], dict[str, Any]] = lambda name, life: {}
+    stream: Callable[..., FaultyStream] = FaultyStream
     managed: bool = True
     access: net.Access = net.OPEN
     lives: dict[str, list[Process]] = field(default_factory=dict)
@@ -180,7 +185,7 @@ class World:
         """Starts a process; also by hand, for an endpoint."""
         engine = self.engine(name, life)
         service = GenerationService(engine, Identity(name, 2, host_id()))
-        faults = FaultyStream(service, **self.faults(name, life))
+        faults = self.stream(service, **self.faults(name, life))
         server = net.make_server(self.access)
         rpc.add_StreamGenerationServicer_to_server(faults, server)
         bound = net.bind(server, address, self.access)
@@ -215,7 +220,7 @@ class Run:
     """A controller, its instances and what it told."""
 
     world: World
-    controller: Controller
+    controller: RunController
     events: list[ControlEvent]
 
     def seen(self, kind: EventKind, instance: str = "") -> list[ControlEvent]:
@@ -231,6 +236,51 @@ class Run:
         return self.controller.publish(manifest(version), source(version), **rest)
 
 
+FACADES = ("in this process", "in another one")
+FACADE = {"now": FACADES[0]}
+"""Which face of a controller `running` gives: tests that hold for both set it."""
+
+
+def facade(
+    settings: ControlSettings,
+    fence: Fence,
+    world: World,
+    reward: RewardFn,
+    events: list[ControlEvent],
+    access: net.Access,
+) -> RunController:
+    """A controller that was not started. Its other face reaches it over gRPC, though it lives here too."""
+    if FACADE["now"] == FACADES[0]:
+        return Controller(settings, fence, world, reward, decode, events.append, access)
+    return AcrossTheWire(settings, fence, world, reward, events, access)
+
+
+class AcrossTheWire(RemoteController):
+    """The remote face over a controller that runs in a thread of this process."""
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        fence: Fence,
+        world: World,
+        reward: RewardFn,
+        events: list[ControlEvent],
+        access: net.Access,
+    ) -> None:
+        self._host = Controller(
+            settings, fence, world, reward, decode, lambda event: None, access, serving=Serving(access)
+        )
+        self._events = events
+        self._given = (settings, fence, access)
+
+    def start(self) -> None:
+        self._host.start()
+        settings, fence, access = self._given
+        peer = Peer(self._host.address, access, fence)
+        super().__init__(settings, peer, self._events.append, self._host.close)
+        super().start()
+
+
 @contextmanager
 def running(
     world: World,
@@ -242,7 +292,7 @@ def running(
 ) -> Iterator[Run]:
     """A started controller with ``version`` on all instances; everything is ended afterwards."""
     events: list[ControlEvent] = []
-    controller = Controller(settings, fence, world, reward, decode, events.append, access)
+    controller = facade(settings, fence, world, reward, events, access)
     run = Run(world, controller, events)
     try:
         controller.start()

@@ -34,7 +34,7 @@ exec {python} "$@"
 """
 
 _FUNCTIONS = '''
-import os, threading, time
+import os, sys, threading, time
 from streamrl_jax.train.loss import clipped_policy_loss
 
 sent, one_at_a_time = [], threading.Lock()
@@ -51,7 +51,7 @@ def signalling(prompt, text, generation, at, number, times=1):
     with one_at_a_time:
         if generation.sample_id.startswith(at) and sent.count((at, number)) < times:
             sent.append((at, number))
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid() if "jax" in sys.modules else os.getppid(), number)  # the main job
     return digits(prompt, text, generation)
 
 

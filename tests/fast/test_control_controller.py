@@ -19,6 +19,8 @@ from streamrl_jax.gen.host import host_id
 from streamrl_jax.types import NO_VERSION, InstanceInfo, Sampling, WeightSource, expand_runs
 from tests.fakes import FakeEngine
 from tests.fast.control_world import (
+    FACADE,
+    FACADES,
     FENCE,
     SAMPLING,
     SETTINGS,
@@ -30,6 +32,12 @@ from tests.fast.control_world import (
     reward_by_length,
     running,
 )
+
+
+@pytest.fixture(params=FACADES, autouse=True)
+def _face(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule here holds whichever process the controller is in."""
+    monkeypatch.setitem(FACADE, "now", request.param)
 
 
 def test_five_hundred_samples_from_two_instances() -> None:

@@ -1,0 +1,231 @@
+"""A trainer process's line to the controller, on an event loop: liveness both ways, calls, samples."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+
+from streamrl_jax.control.codec import error_from_proto, event_from_proto
+from streamrl_jax.control.events import ControlEvent
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.usage import Meter, Used
+from streamrl_jax.control.wayin import WayIn
+from streamrl_jax.gen import codec, net
+from streamrl_jax.gen.host import host_id
+from streamrl_jax.proto import control_pb2 as pb
+from streamrl_jax.proto import control_pb2_grpc as rpc
+from streamrl_jax.types import Fence, Prompt, UpdateReport
+
+log = logging.getLogger(__name__)
+
+_TICK_S: Final = 0.25
+_AGAIN_S: Final = 0.2
+_LAST_EVENTS_S: Final = 0.05  # gRPC still ends the tasks of its calls
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a trainer process reaches its run's controller.
+
+    Attributes:
+        address: ``host:port``.
+        access: token and TLS.
+        fence: of the run.
+        reader: which trainer process this is.
+        world: how many there are.
+        lease_s: silence after which the controller is taken for dead.
+        ended: why its process has ended, where that can be seen; None while it lives.
+        situation: what is known of a controller that is silent: what it was doing, the end of its log.
+    """
+
+    address: str
+    access: net.Access
+    fence: Fence
+    reader: int = 0
+    world: int = 1
+    lease_s: float = 30.0
+    ended: Callable[[], str | None] = lambda: None
+    situation: Callable[[], tuple[str, str]] = lambda: ("", "")
+
+
+@dataclass(eq=False)
+class Published:
+    """A version on its way."""
+
+    done: Future[list[UpdateReport]]
+    release: Callable[[], None]
+    released: bool = False
+
+    def let_go(self) -> None:
+        """Nobody needs its source any more; the first call counts."""
+        if not self.released:
+            self.released = True
+            self.release()
+
+
+@dataclass(eq=False)
+class ControlClient:
+    """Keeps the line. Lives on the loop that makes it.
+
+    Call order: ``run`` as a task, from then on anything; ``end`` last.
+
+    Invariant: when the controller is silent for its lease, or its process ends, ``on_lost`` is called once, and every
+    pending publication fails.
+
+    Attributes:
+        peer: whom it talks to.
+        on_event: takes what happens.
+        on_lost: told that the controller is gone.
+        on_failed: told what ended the run.
+        meter: takes the controller's figures.
+    """
+
+    peer: Peer
+    on_event: Callable[[ControlEvent], None]
+    on_lost: Callable[[BaseException], None]
+    on_failed: Callable[[BaseException], None]
+    meter: Meter
+    published: dict[int, Published] = field(default_factory=dict)
+    ways: dict[str, WayIn] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._channel = net.open_channel(self.peer.address, self.peer.access)
+        self.stub: Any = rpc.RunControlStub(self._channel)
+        self.metadata = self.peer.access.metadata
+        self._heard = time.monotonic()
+        self._seen = 0
+        self._closing = False
+        self._lost = False
+        self._shift_s = 0.0
+        self._host = host_id()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Attaches, and watches the controller."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while not self._lost:
+                call = self.stub.Attach(self._beats(), metadata=self.metadata)
+                try:
+                    async for reply in call:
+                        self._take(reply)
+                except grpc.aio.AioRpcError as error:
+                    log.warning(
+                        "the line to the controller broke: %s: %s", error.code().name, error.details()
+                    )
+                finally:
+                    call.cancel()
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            watching.cancel()
+
+    async def end(self) -> None:
+        """Ends all streams; what is pending fails."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_pending(ControlError("the controller was closed"))
+        await self._channel.close()
+        await asyncio.sleep(_LAST_EVENTS_S)
+
+    def follow(self, job_id: str, prompts: Iterable[Prompt], n: int) -> WayIn:
+        """Makes a job's way in; its stream is opened by `receive`."""
+        way = WayIn(self.stub, self.metadata, self.peer.reader, job_id, prompts, n, self.meter)
+        self.ways[job_id] = way
+        return way
+
+    def receive(self, way: WayIn) -> None:
+        """Begins to receive."""
+        way.shift_s = self._shift_s
+        task = asyncio.get_running_loop().create_task(way.run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---------------------------------------------------------------- inside
+
+    async def _beats(self) -> AsyncIterator[pb.AttachRequest]:
+        interval = self.peer.lease_s / 6
+        yield pb.AttachRequest(
+            reader=self.peer.reader,
+            world=self.peer.world,
+            fence=codec.fence_to_proto(self.peer.fence),
+            interval_s=interval,
+            events=self.peer.reader == 0,
+            seen=self._seen,
+        )
+        while not self._closing:
+            await asyncio.sleep(interval)
+            yield pb.AttachRequest(reader=self.peer.reader, seen=self._seen)
+
+    def _take(self, reply: pb.AttachReply) -> None:
+        self._heard = time.monotonic()
+        if reply.HasField("beat"):
+            self.meter.used(Used(reply.beat.clock_s, reply.beat.cpu_s, reply.beat.rss_bytes))
+            # Clocks of one host are one; another host's is set by the quickest message, which this is about.
+            same = reply.beat.host_id.partition(":")[0] == self._host.partition(":")[0]
+            self._shift_s = 0.0 if same else self._heard - reply.beat.clock_s
+        if reply.sequence:
+            if reply.sequence <= self._seen:
+                return
+            self._seen = reply.sequence
+        kind = reply.WhichOneof("kind")
+        if kind == "event":
+            self.on_event(event_from_proto(reply.event))
+        elif kind == "updated":
+            self._updated(reply.updated)
+        elif kind == "released":
+            if (published := self.published.get(reply.released)) is not None:
+                published.let_go()
+        elif kind == "failure":
+            self.on_failed(error_from_proto(reply.failure))
+
+    def _updated(self, message: pb.Updated) -> None:
+        published = self.published.get(message.version)
+        if published is None or published.done.done():
+            return
+        if message.HasField("error"):
+            published.done.set_exception(error_from_proto(message.error))
+        else:
+            reports = [codec.report_from_proto(row.instance, row.response) for row in message.reports]
+            published.done.set_result(reports)
+        for version in [v for v, each in self.published.items() if each.released and each.done.done()]:
+            del self.published[version]
+
+    async def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._lost:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            if now - looked > 4 * _TICK_S:  # this process itself stood still: hear the controller first
+                self._heard = max(self._heard, now - self.peer.lease_s / 2)
+            looked = now
+            ended = self.peer.ended()
+            if ended is not None:
+                self._lose(f"the controller's process has ended ({ended})")
+            elif now - self._heard > self.peer.lease_s:
+                self._lose(
+                    f"the controller gave no sign of life for {now - self._heard:.0f} s "
+                    f"(control.lease_s = {self.peer.lease_s:g})"
+                )
+
+    def _lose(self, what: str) -> None:
+        if self._lost or self._closing:
+            return
+        self._lost = True
+        doing, tail = self.peer.situation()
+        error = ControlError(f"{what}{doing}. Go on with --resume", tail)
+        self._fail_pending(error)
+        self.on_lost(error)
+
+    def _fail_pending(self, error: BaseException) -> None:
+        for published in self.published.values():
+            if not published.done.done():
+                published.done.set_exception(error)

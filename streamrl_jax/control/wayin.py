@@ -1,0 +1,128 @@
+"""One job's samples on their way into a trainer process: the stream, opened again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final
+
+import grpc
+
+from streamrl_jax.control.codec import error_from_proto, sample_from_proto
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.inbox import Inbox
+from streamrl_jax.control.outbox import Batch, Delivery, End, Failed, Stop
+from streamrl_jax.control.usage import Meter
+from streamrl_jax.proto import control_pb2 as pb
+from streamrl_jax.types import Prompt
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 0.2  # between two attempts to open the stream
+_TELL_EVERY: Final = 16  # samples: how far the controller's picture of what was taken lags behind
+
+
+class WayIn:
+    """Receives a job's samples into an inbox. Lives on the client's loop.
+
+    Call order: ``run`` once, as a task; ``taken`` as the trainer goes; ``grow`` for each job that is added. ``run``
+    ends with the last delivery, or when it is cancelled.
+
+    Args:
+        stub: of the service `RunControl`.
+        metadata: of each call.
+        reader: this trainer process.
+        job_id: whose samples.
+        prompts: of the job.
+        n: answers to each.
+        meter: takes latencies.
+    """
+
+    def __init__(
+        self,
+        stub: Any,
+        metadata: tuple[tuple[str, str], ...],
+        reader: int,
+        job_id: str,
+        prompts: Iterable[Prompt],
+        n: int,
+        meter: Meter,
+    ) -> None:
+        self._stub = stub
+        self._metadata = metadata
+        self._reader = reader
+        self._job_id = job_id
+        self._prompts: dict[str, Prompt] = {}
+        self._meter = meter
+        self._size = 0
+        self._told = (0, False)  # (taken, waits), the newest
+        self._changed = asyncio.Event()
+        self.inbox = Inbox(job_id, 0)
+        self.shift_s = 0.0
+        """Brings the controller's clock to this process's."""
+        self.grow(prompts, n)
+
+    def grow(self, prompts: Iterable[Prompt], n: int) -> None:
+        """Makes room for the samples of one more job."""
+        count = 0
+        for prompt in prompts:
+            self._prompts[prompt.prompt_id] = prompt
+            count += n
+        self._size += count
+        self.inbox.grow(count)
+
+    def taken(self, position: int, waits: bool) -> None:
+        """The trainer has everything before ``position``; ``waits``: and wants more."""
+        before = self._told
+        self._told = (position, waits)
+        if waits or position - before[0] >= _TELL_EVERY or position % _TELL_EVERY == 0:
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Receives until the end."""
+        while True:
+            call = self._stub.Samples(self._requests(), metadata=self._metadata)
+            try:
+                async for reply in call:
+                    for delivery in self._read(reply):
+                        self.inbox.put(delivery)
+                        if not isinstance(delivery, Batch):
+                            return
+            except grpc.aio.AioRpcError as error:
+                log.warning("the samples of %s broke off: %s", self._job_id, error.details())
+            finally:
+                call.cancel()
+            await asyncio.sleep(_AGAIN_S)  # a controller that does not come back is the client's to notice
+
+    async def _requests(self) -> AsyncIterator[pb.SamplesRequest]:
+        job_id = self._job_id
+        self._changed.set()
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            taken, waits = self._told
+            yield pb.SamplesRequest(reader=self._reader, job_id=job_id, taken=taken, waits=waits)
+            job_id = ""
+
+    def _read(self, reply: pb.SamplesReply) -> list[Delivery]:
+        if reply.HasField("error"):
+            error = error_from_proto(reply.error)
+            if isinstance(error, ControlError) and self._told == (self._size, True):
+                return [End()]  # the stream broke between the end and its being read
+            return [Failed(error)]
+        if reply.end:
+            return [End()]
+        if reply.stop:
+            return [Stop(reply.stop)]
+        try:
+            samples = [sample_from_proto(each, self._prompts, self.shift_s) for each in reply.samples]
+        except ValueError as error:
+            return [
+                Failed(ControlError(f"the controller sent a sample of {self._job_id} that is none: {error}"))
+            ]
+        now = time.monotonic()
+        for sample in samples:
+            self._meter.arrived(now - sample.rewarded_s)
+        return [Batch(reply.position, samples, reply.next)]
