@@ -215,6 +215,7 @@ class Instance:
                 self._settings.start_timeout_s,
                 lambda phase, waited: self._emit(EventKind.PHASE, phase, seconds=waited),
                 min(1.0, self._settings.heartbeat_interval_s),
+                self._settings.lease_s,
             )
             link = Link(
                 self.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -23,11 +24,13 @@ async def until_loaded(
     timeout_s: float,
     tell: Callable[[str, float], None],
     poll_s: float = _POLL_S,
+    lease_s: float = math.inf,
 ) -> None:
     """Returns when the instance can be greeted.
 
-    One that was started elsewhere and has failed may be replaced by whoever started it: it is waited for.
-    One of the run's own is lost at once.
+    One that was started elsewhere and has failed may be replaced by whoever started it: it is waited for, and so is
+    one whose engine has stopped answering, which would get samples only to lose them again. One of the run's own
+    that has failed is lost at once.
 
     Args:
         name: of the instance.
@@ -36,6 +39,7 @@ async def until_loaded(
         timeout_s: bound on the whole, ``gen.start_timeout_s``.
         tell: takes the phase and the seconds waited, at each look.
         poll_s: rest between two looks.
+        lease_s: an engine that has not answered for half of it is waited for.
 
     Raises:
         InstanceLost: it ended, failed, or was not ready in time.
@@ -56,6 +60,8 @@ async def until_loaded(
                 phase = f"it reports that it failed: {status.message}"
                 if launched.managed:
                     raise InstanceLost(phase)
+            elif status.engine_age_s > lease_s / 2:
+                phase, detail = "its engine does not answer", f" ({status.engine_age_s:.1f} s)"
             elif status.state is not InstanceState.LOADING:
                 return
             else:
