@@ -84,7 +84,7 @@ class CountingEngine:
         self.loaded_s = 0.0
         self._pace = pace
         self._due_s = 0.0
-        self._ids = np.arange(pace.tokens, dtype=np.int32)
+        self._ids = np.arange(1, pace.tokens + 1, dtype=np.int32)  # 0 would be a stop token
         self._logprobs = np.full(pace.tokens, -0.5, np.float32)
         self._running = 0
         self._go = asyncio.Event()
