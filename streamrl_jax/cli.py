@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from streamrl_jax import __version__
+from streamrl_jax.commands import gen_cli, pool_cli
 from streamrl_jax.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from streamrl_jax.interrupt import StopRequested
+from streamrl_jax.interrupt import StopRequested, parted_badly
 
 if TYPE_CHECKING:
     from streamrl_jax.config import Config
@@ -59,24 +61,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"streamrl: error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+        if not parted_badly():
+            return USER_ERROR_EXIT_CODE
+        code = USER_ERROR_EXIT_CODE
     except StopRequested as request:
         print(f"streamrl: stopped by {request}", file=sys.stderr)
         code = STOPPED_EXIT_CODE
     except KeyboardInterrupt:
         print("streamrl: interrupted", file=sys.stderr)
         code = INTERRUPTED_EXIT_CODE
+    except Exception:
+        if not parted_badly():
+            raise
+        traceback.print_exc()
+        code = 1
     if argv is None:
         _end_process(code)
     return code
 
 
 def _end_process(code: int) -> NoReturn:
-    """Ends a stopped process at once.
+    """Ends a stopped process at once, or one of several whose run has failed.
 
     All that it opened is closed by now. What is left are native threads, such as those of a compilation that was broken
     off, and the interpreter's orderly end would take from under them what they still use: a segmentation fault in place
-    of the exit code, now and then.
+    of the exit code, now and then. Where others hang in a collective, it would wait for them.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -244,41 +253,6 @@ def _train(arguments: Namespace) -> int:
     return STOPPED_EXIT_CODE
 
 
-def _gen_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--listen", required=True, metavar="HOST:PORT", help="address to serve on; port 0: any free one"
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="shared secret; default: security.token_file"
-    )
-    parser.add_argument(
-        "--ca", type=Path, metavar="FILE", help="certificate authority (PEM); default: security.ca_file"
-    )
-    parser.add_argument(
-        "--cert", type=Path, metavar="FILE", help="certificate of this side; default: security.cert_file"
-    )
-    parser.add_argument(
-        "--key", type=Path, metavar="FILE", help="its private key; default: security.key_file"
-    )
-    parser.add_argument("--name", default="", help="name of the instance; default: host name and port")
-
-
-def _gen(arguments: Namespace) -> int:
-    from streamrl_jax.setup.instances import serve_standalone
-    from streamrl_jax.setup.security import standalone_access
-
-    config = _load(arguments)
-    access = standalone_access(
-        config.security,
-        arguments.listen,
-        token=arguments.token_file,
-        ca=arguments.ca,
-        certificate=arguments.cert,
-        key=arguments.key,
-    )
-    serve_standalone(config, arguments.listen, access, arguments.name)
-
-
 def _certs_options(parser: ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the files go")
     parser.add_argument("--name", default="streamrl", help="what the certificate is made out to")
@@ -398,6 +372,18 @@ def _bench_learning(arguments: Namespace) -> int:
     return run(arguments)
 
 
+def _bench_stream_options(parser: ArgumentParser) -> None:
+    from streamrl_jax.bench.stream import add_options
+
+    add_options(parser)
+
+
+def _bench_stream(arguments: Namespace) -> int:
+    from streamrl_jax.bench.stream import run
+
+    return run(arguments)
+
+
 def _load(arguments: Namespace) -> Config:
     """The configuration of a command that needs one."""
     from streamrl_jax.config_io import load_config
@@ -411,8 +397,13 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "train": Command(
         "the main job: RL, with local generation instances or endpoints", _train_options, _train, "CONFIG"
     ),
-    "gen": Command("one generation instance, for another host", _gen_options, _gen, "CONFIG"),
+    "gen": Command("one generation instance, for another host", gen_cli.options, gen_cli.run, "CONFIG"),
     "certs": Command("certificates and a token for a run on several hosts", _certs_options, _certs),
+    "pool list": Command("the instances of a run that goes on", pool_cli.list_options, pool_cli.show),
+    "pool add": Command("further instances for a run that goes on", pool_cli.add_options, pool_cli.add),
+    "pool drain": Command(
+        "lets instances of a run go; what they hold is answered first", pool_cli.drain_options, pool_cli.drain
+    ),
     "sft": Command("a supervised warm start", _sft_options, _sft, "CONFIG"),
     "eval": Command(
         "accuracy and pass@k of a checkpoint on held-out prompts", _eval_options, _eval, "CONFIG"
@@ -429,5 +420,10 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "the algorithms, and corrections for staleness, on the demo's task: a table",
         _bench_learning_options,
         _bench_learning,
+    ),
+    "bench stream": Command(
+        "samples/s and added latency through a controller, beside bare gRPC streams",
+        _bench_stream_options,
+        _bench_stream,
     ),
 }

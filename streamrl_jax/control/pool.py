@@ -183,16 +183,16 @@ class Pool:
         """Each instance, in the order they were added."""
         return tuple(instance.view() for instance in self._instances.values())
 
-    def farewell(self, name: str) -> str | None:
-        """Why an instance has left; None: it is in the pool, or never was."""
-        return None if name in self._instances else self._gone.get(name)
-
     def gone(self) -> Mapping[str, str]:
         """Those that have left, and why."""
         return self._gone
 
     def __contains__(self, name: str) -> bool:
         return name in self._instances
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether an instance is loaded and connected."""
+        return name in self._instances and self._instances[name].loaded
 
     def loaded(self) -> int:
         """How many are loaded and connected, and stay."""

@@ -10,7 +10,11 @@ the guard itself is killed, the chain of parent-death signals (`parentage.die_wi
 A launcher that was killed cannot tidy up: the weights that it left in shared memory are removed here.
 
 Run as ``python -m streamrl_jax.gen.guard PIPE_FD PARENT_PID GRACE_S COMMAND...``; exits as the instance
-did, or with 128 and the number of the signal that ended it.
+did, or with 128 and the number of the signal that ended it. With -1 for the pipe nobody launched it
+(`streamrl gen`): it guards until the instance ends or a signal comes, whatever becomes of its parent.
+
+Shared memory that an engine's processes made for each other (`_SEGMENT`) outlives a kill -9 of all of them, and nothing
+about its name tells whose it was. So the guard looks now and then at what they have mapped, and removes it after them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,11 @@ from typing import Final
 
 from streamrl_jax.gen.parentage import adopt_orphans, die_with
 
+GRACE_S: Final = 8.0
+"""What an instance gets by default to end in good order before its group is killed."""
 _TICK_S: Final = 0.5
+_SEGMENTS_S: Final = 2.0
+"""Between two looks at the shared memory of an instance; one takes milliseconds."""
 TRACKERS_S: Final = 5.0
 """Python's resource trackers get so long to unlink the shared memory of the processes that were killed."""
 REAP_S: Final = 3.0
@@ -100,19 +108,26 @@ def _kill_members(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _watch(lifeline: int, parent: int, child: subprocess.Popen[bytes], told: list[int]) -> None:
-    """Returns when the launcher or the instance is gone, or a signal came."""
+def _watch(lifeline: int, parent: int, child: subprocess.Popen[bytes], told: list[int]) -> set[bytes]:
+    """Returns when the launcher or the instance is gone, or a signal came: the segments that were seen meanwhile."""
     poller = select.poll()
-    poller.register(lifeline, select.POLLIN | select.POLLHUP)
+    if lifeline >= 0:
+        poller.register(lifeline, select.POLLIN | select.POLLHUP)
+    segments: set[bytes] = set()
+    looked = 0.0
     while child.poll() is None and not told:
         # A forked child of the launcher may hold the pipe open after its death; the new parent tells.
-        if poller.poll(_TICK_S * 1000) or os.getppid() != parent:
-            return
+        if poller.poll(_TICK_S * 1000) or (lifeline >= 0 and os.getppid() != parent):
+            break
+        if time.monotonic() - looked >= _SEGMENTS_S:
+            segments |= shared_segments(child.pid)
+            looked = time.monotonic()
+    return segments
 
 
-def _end(child: subprocess.Popen[bytes], grace_s: float) -> int:
+def _end(child: subprocess.Popen[bytes], grace_s: float, segments: set[bytes]) -> int:
     """Ends the instance and all that it started; its exit code, or 128 and a signal's number."""
-    segments = shared_segments(child.pid)
+    segments |= shared_segments(child.pid)
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         try:
@@ -162,9 +177,9 @@ def main(arguments: list[str]) -> int:
         start_new_session=True,
         preexec_fn=lambda: die_with(guard),
     )
-    _watch(lifeline, parent, child, told)
-    code = _end(child, grace_s)
-    if os.getppid() != parent:
+    segments = _watch(lifeline, parent, child, told)
+    code = _end(child, grace_s, segments)
+    if lifeline >= 0 and os.getppid() != parent:
         _tidy_up()
     return code
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl_jax.errors import USER_ERROR_EXIT_CODE, UserError
+from streamrl_jax.gen.guard import GRACE_S
 from streamrl_jax.gen.parentage import be_parent, die_with_spawner
 
 if __name__ == "__mp_main__":
@@ -26,14 +27,16 @@ if __name__ == "__mp_main__":
 
 
 def become_instance(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by the instance's.
+    """Replaces this process by the instance's guard, which starts the instance.
 
     Args:
-        arguments: ``--spec FILE.json``.
+        arguments: ``--spec FILE.json``; the file is there for a process other than this one, too.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "streamrl_jax.gen.instance", *arguments])
+    guard = ["-m", "streamrl_jax.gen.guard", "-1", "0", str(GRACE_S)]
+    instance = [sys.executable, "-m", "streamrl_jax.gen.instance", *arguments]
+    os.execv(sys.executable, [sys.executable, *guard, *instance])
 
 
 def main() -> NoReturn:

@@ -43,6 +43,16 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class JoinSpec:
+    """Whom an instance announces itself to; either is given."""
+
+    run_dir: str = ""  # a run directory, on a file system that both sides see
+    address: str = ""  # HOST:PORT of a run's controller
+    advertise: str = ""  # host that the run reaches the instance by; empty: found out
+    patience_s: float = 300.0  # the instance ends when no controller answered for so long
+
+
+@dataclass(frozen=True)
 class InstanceSpec:
     """One instance: what `python -m streamrl_jax.gen --spec FILE.json` reads."""
 
@@ -57,6 +67,7 @@ class InstanceSpec:
     ] = ()  # where the publisher's blobs may lie, beside shared memory and /tmp
     stores: tuple[str, ...] = ()  # patterns of hosts that weights may be fetched from; empty: any
     fence: Fence | None = None  # of the run that starts it; None: whoever says Hello first
+    join: JoinSpec | None = None  # it dials in; None: it is called
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ def spec_from_fields(fields: dict[str, Any]) -> InstanceSpec:
     for name in ("blob_directories", "stores"):
         fields[name] = tuple(fields[name])
     fields["fence"] = Fence(**fields["fence"]) if fields.get("fence") else None
+    fields["join"] = JoinSpec(**fields["join"]) if fields.get("join") else None
     return InstanceSpec(**fields)
 
 

@@ -16,6 +16,7 @@ from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
 from streamrl_jax.gen import net
 from streamrl_jax.gen.health import add_health
 from streamrl_jax.gen.host import host_id
+from streamrl_jax.gen.join import Announcer, Myself
 from streamrl_jax.gen.options import NO_ADDRESS_EXIT_CODE, InstanceSpec
 from streamrl_jax.gen.protocol import Engine, EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
@@ -43,7 +44,7 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
         where it answers.
 
     Raises:
-        UserError: the address cannot be bound, or the token not be read.
+        UserError: the address cannot be bound, the token not be read, or the run that it dials in to refuses it.
     """
     access = net.Access.from_files(spec.access)
     scratch = (SHARED_MEMORY, Path(tempfile.gettempdir()))
@@ -63,9 +64,14 @@ async def serve(spec: InstanceSpec, engine: Engine) -> int:
         await server.stop(None)
         return NO_ADDRESS_EXIT_CODE
     life = asyncio.create_task(service.run())
+    announcing = asyncio.create_task(_announcing(spec, address, access, told))
     try:
-        return await _until_the_end(life, told)
+        code = await _until_the_end(life, told)
+        if announcing.done():
+            announcing.result()
+        return code
     finally:
+        announcing.cancel()
         life.cancel()
         with contextlib.suppress(asyncio.CancelledError, EngineFailed):
             await life
@@ -78,6 +84,17 @@ def _told_to_end() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     return told
+
+
+async def _announcing(spec: InstanceSpec, address: str, access: net.Access, told: asyncio.Event) -> None:
+    """Announces an instance that dials in; ends it when it is not needed any more, or refused."""
+    if spec.join is None:
+        return
+    myself = Myself(spec.name, address, spec.engine.max_num_seqs, spec.engine.max_model_len)
+    try:
+        log.info("%s; it ends", await Announcer(spec.join, myself, access).run())
+    finally:
+        told.set()
 
 
 async def _until_the_end(life: asyncio.Task[None], told: asyncio.Event) -> int:

@@ -12,7 +12,7 @@ from streamrl_jax.config_generation import GenPoolSection
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.access import AccessFiles
-from streamrl_jax.gen.options import EngineOptions, InstanceSpec, PoolTemplate, write_spec
+from streamrl_jax.gen.options import EngineOptions, InstanceSpec, JoinSpec, PoolTemplate, write_spec
 from streamrl_jax.setup.devices import DeviceSplit, instance_names
 from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.types import Fence
@@ -97,16 +97,22 @@ def pool_templates(
 
 
 def standalone_spec(
-    config: Config, model: Path, listen: str, access: AccessFiles, name: str = ""
+    config: Config,
+    model: Path,
+    listen: str,
+    access: AccessFiles,
+    name: str = "",
+    join: JoinSpec | None = None,
 ) -> InstanceSpec:
-    """An instance that waits for a run to connect (`streamrl gen`).
+    """An instance that waits for a run to connect (`streamrl gen`), or dials in to one.
 
     Args:
         config: The configuration.
         model: The checkpoint's directory.
         listen: `HOST:PORT`.
         access: What it shares with the run.
-        name: Of the instance; empty: host name and port.
+        name: Of the instance; empty: host name and port, or for one that dials in host name and process id.
+        join: Whom it announces itself to.
 
     Returns:
         The specification.
@@ -122,24 +128,29 @@ def standalone_spec(
         )
     masked = config.rollout.mask_padded_vocab
     vocab_limit = Tokenizer.load(model).vocab_limit(masked=True) if masked else None
+    suffix = os.getpid() if join else listen.rpartition(":")[2]
     return InstanceSpec(
-        name=name or f"{socket.gethostname()}-{listen.rpartition(':')[2]}",
+        name=name or f"{socket.gethostname()}-{suffix}",
         engine=engine_options(config, str(model), devices[0] if devices else "", vocab_limit),
         listen=listen,
         access=access,
         lookahead=config.gen.lookahead,
         stores=tuple(config.security.stores),
+        join=join,
     )
 
 
-def serve_standalone(config: Config, listen: str, access: AccessFiles, name: str) -> NoReturn:
-    """Turns this process into an instance.
+def serve_standalone(
+    config: Config, listen: str, access: AccessFiles, name: str, join: JoinSpec | None = None
+) -> NoReturn:
+    """Turns this process into an instance and its guard.
 
     Args:
         config: The configuration.
         listen: `HOST:PORT`.
         access: What it shares with the run.
         name: Of the instance; empty: host name and port.
+        join: Whom it announces itself to.
 
     Raises:
         UserError: Something given is wrong.
@@ -147,8 +158,8 @@ def serve_standalone(config: Config, listen: str, access: AccessFiles, name: str
     from streamrl_jax.gen.instance import become_instance
 
     model = model_directory(config.model.path, "model.path")
-    spec = standalone_spec(config, model, listen, access, name)
+    spec = standalone_spec(config, model, listen, access, name, join)
     # A file in memory, open across the exec: the instance finds it, and nothing is left behind.
-    file = Path(f"/proc/self/fd/{os.memfd_create('instance-spec', 0)}")
+    file = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('instance-spec', 0)}")
     write_spec(spec, file)
     become_instance(["--spec", str(file)])

@@ -20,14 +20,11 @@ from typing import IO, Final
 
 import streamrl_jax
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen.guard import REAP_S, TRACKERS_S, kill_group
+from streamrl_jax.gen.guard import GRACE_S, REAP_S, TRACKERS_S, kill_group
 from streamrl_jax.gen.options import NO_ADDRESS_EXIT_CODE, InstanceSpec, engine_seed, write_spec
 
 ANSWER_TIMEOUT_S: Final = 60.0
 """Bound on the time from the start of a process to its listening; loading comes after."""
-
-GRACE_S: Final = 8.0
-"""What an instance gets by default to end in good order before its group is killed."""
 
 TAIL_LINES: Final = 25
 """Lines of an instance's log that go into an error."""
