@@ -150,7 +150,7 @@ def run(arguments: Namespace) -> int:
             "streamrl bench stream needs two cores: one for the controller, one for the instances"
         )
     os.sched_setaffinity(0, {cores[0]})
-    lines, joins, costs = _measured(arguments, cores[1])
+    lines, joins, costs = _measured(arguments, cores[0], cores[1])
     text = "\n\n".join(
         [
             table(HEADER, [line.cells() for line in lines]),
@@ -164,7 +164,9 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _measured(arguments: Namespace, core: int) -> tuple[list[Line], list[float], Mapping[str, float]]:
+def _measured(
+    arguments: Namespace, own: int, core: int
+) -> tuple[list[Line], list[float], Mapping[str, float]]:
     from streamrl_jax.bench.counting_engine import Pace
     from streamrl_jax.bench.stream_costs import unit_costs
     from streamrl_jax.bench.stream_rounds import OPEN, Setting, join
@@ -177,7 +179,7 @@ def _measured(arguments: Namespace, core: int) -> tuple[list[Line], list[float],
             pace = Pace(arguments.tokens, rate / arguments.instances, pieces, core)
             samples = int(min(arguments.samples, rate * 4)) if rate else arguments.samples
             setting = Setting(
-                pace, arguments.instances, arguments.slots, 8, arguments.progress_interval, samples
+                pace, arguments.instances, arguments.slots, 8, arguments.progress_interval, samples, own
             )
             lines += measure(Path(folder) / f"{rate:g}", setting, arguments.rounds, list(OPEN))
         joins = [join(Path(folder) / f"join-{number}", core, number) for number in range(arguments.joins)]

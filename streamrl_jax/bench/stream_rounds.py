@@ -8,11 +8,13 @@ import dataclasses
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 import numpy as np
@@ -20,10 +22,13 @@ import numpy as np
 from streamrl_jax.bench.counting_engine import BARE_SUFFIX, Pace
 from streamrl_jax.bridge.blob import SHARED_MEMORY, BlobWriter
 from streamrl_jax.bridge.manifest import pack
+from streamrl_jax.control.client import Peer
 from streamrl_jax.control.controller import Controller
-from streamrl_jax.control.events import ControlEvent
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.protocol import RunController
+from streamrl_jax.control.remote import RemoteController
 from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.errors import UserError
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.launch import LocalLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
@@ -32,6 +37,7 @@ from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import Assignment, Fence, Generation, Manifest, Prompt, Sampling, WeightSource
 
+FENCE: Final = Fence("bench", 0)
 PROMPT_TOKENS: Final = 64
 _WAIT_S: Final = 60.0
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -48,6 +54,7 @@ class Setting:
         lookahead: Further assignments that each holds.
         progress_interval_s: Between two Progress messages of an answer; 0: none.
         samples: Of each round.
+        core: The processor core that the controller is bound to; negative: none.
     """
 
     pace: Pace
@@ -56,6 +63,20 @@ class Setting:
     lookahead: int
     progress_interval_s: float
     samples: int
+    core: int = -1
+
+    def control(self) -> ControlSettings:
+        """What a controller is set up with."""
+        return ControlSettings(progress_interval_s=self.progress_interval_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a process of its own."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Setting:
+        """Reads what `to_json` wrote."""
+        return cls(**{**fields, "pace": Pace(**fields["pace"])})
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +116,21 @@ def peak_bytes(pid: int | str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def bind(pid: int, core: int) -> None:
-    """Binds all threads of a process to a core; those that come inherit it."""
+def bind(pid: int, cores: set[int]) -> None:
+    """Binds all threads of a process to cores; those that come inherit it."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(int(thread.name), {core})
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+@contextlib.contextmanager
+def bound(core: int) -> Iterator[None]:
+    """Binds this process to a core for a while; negative: leaves it."""
+    before = os.sched_getaffinity(0)
+    if core >= 0:
+        bind(os.getpid(), {core})
+    yield
+    bind(os.getpid(), before)
 
 
 def launcher(home: Path, setting: Setting, fence: Fence) -> LocalLauncher:
@@ -138,16 +169,22 @@ class ThroughController:
         controller: started, all instances at version 0.
         pid: of the process that it lives in.
         tokens: of each answer.
+        reader_core: the core that this process is bound to while it reads; negative: as it is.
     """
 
-    def __init__(self, controller: Controller, pid: int, tokens: int) -> None:
+    def __init__(self, controller: RunController, pid: int, tokens: int, reader_core: int = -1) -> None:
         self.controller = controller
         self.pid = pid
         self._tokens = tokens
+        self._reader_core = reader_core
         self._jobs = itertools.count()
 
     def run(self, samples: int) -> Round:
         """One job, read to its end."""
+        with bound(self._reader_core):
+            return self._read(samples)
+
+    def _read(self, samples: int) -> Round:
         number = next(self._jobs)
         job = Job(f"train/{number}", prompts(samples), 1, sampling(self._tokens), number, 0)
         cpu_s, arrivals, stamps = cpu_seconds(self.pid), [], []
@@ -161,18 +198,44 @@ class ThroughController:
 @contextlib.contextmanager
 def in_process(home: Path, setting: Setting) -> Iterator[ThroughController]:
     """A controller in a thread of this process."""
-    fence = Fence("bench", 0)
-    settings = ControlSettings(progress_interval_s=setting.progress_interval_s)
-    events: list[ControlEvent] = []
     controller = Controller(
-        settings, fence, launcher(home, setting, fence), reward, lambda ids: "", events.append
+        setting.control(), FENCE, launcher(home, setting, FENCE), reward, lambda ids: "", lambda event: None
     )
+    with _serving(controller):
+        yield ThroughController(controller, os.getpid(), setting.pace.tokens)
+
+
+@contextlib.contextmanager
+def out_of_process(home: Path, setting: Setting) -> Iterator[ThroughController]:
+    """A controller in a process of its own, and its face in this one; the reader shares the instances' core."""
+    home.mkdir(parents=True, exist_ok=True)
+    spec = home / "setting.json"
+    spec.write_text(json.dumps(setting.to_json()))
+    command = [sys.executable, "-m", "streamrl_jax.bench.counting_controller", str(spec)]
+    with (home / "controller.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        address = process.stdout.readline().decode().strip()
+        if not address:
+            raise UserError(f"the controller did not start; see {home / 'controller.log'}")
+        controller = RemoteController(setting.control(), Peer(address, net.OPEN, FENCE), lambda event: None)
+        with _serving(controller):
+            yield ThroughController(controller, process.pid, setting.pace.tokens, setting.pace.core)
+    finally:
+        process.stdin.close()
+        process.wait(_WAIT_S)
+
+
+@contextlib.contextmanager
+def _serving(controller: RunController) -> Iterator[None]:
+    """Starts it, brings version 0 to all instances, and closes it."""
     try:
         controller.start()
         controller.wait_ready(_WAIT_S)
-        with version_zero(fence) as (manifest, source):
+        with version_zero(FENCE) as (manifest, source):
             controller.publish(manifest, source).result(_WAIT_S)
-            yield ThroughController(controller, os.getpid(), setting.pace.tokens)
+            yield
     finally:
         controller.close()
 
@@ -277,5 +340,5 @@ def _round(arrivals: list[float], stamps: list[float], cpu_s: float) -> Round:
     return Round(len(at), float(at.max() - at.min()), at - np.asarray(stamps), cpu_s)
 
 
-OPEN: Final = {"controller in a thread": in_process}
+OPEN: Final = {"controller in a thread": in_process, "controller in a process": out_of_process}
 """By name of the way: opens a controller for (directory, setting)."""
