@@ -14,6 +14,19 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _TELLING_S: Final = 5.0  # bound on telling of a signal that came at the very end
 
 
+_BAD_END: Final = threading.Event()
+
+
+def part_badly() -> None:
+    """Notes that this process met other trainer processes, and had an error while the others go on, or hang."""
+    _BAD_END.set()
+
+
+def parted_badly() -> bool:
+    """Whether `part_badly` was called: the interpreter's orderly end would wait for the others, and abort."""
+    return _BAD_END.is_set()
+
+
 class StopRequested(Exception):
     """A scheduler or a user asked the run to write a checkpoint and end."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
 import os
 import socket
 import subprocess
@@ -16,7 +14,8 @@ from typing import IO, TYPE_CHECKING, Final
 
 from streamrl_jax.config import Config
 from streamrl_jax.config_distributed import DistributedSection
-from streamrl_jax.errors import USER_ERROR_EXIT_CODE, UserError
+from streamrl_jax.errors import UserError
+from streamrl_jax.interrupt import part_badly
 from streamrl_jax.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -97,8 +96,8 @@ def _scheduled(section: DistributedSection) -> Member:
 def met(cfg: Config, member: Member, gpus: Sequence[str] = ()) -> Iterator[None]:
     """Waits until all trainer processes are here, before JAX's devices are touched; at the end they part in good order.
 
-    After an error there is no good order: this process ends as soon as everything else is closed, and does not wait for
-    others, which may hang in a collective that it will never enter.
+    After an error there is no good order: this process is to end as soon as everything else is closed
+    (`interrupt.parted_badly`), without a wait for others, which may hang in a collective that it will never enter.
 
     Args:
         cfg: `trainer.distributed` is read.
@@ -118,8 +117,8 @@ def met(cfg: Config, member: Member, gpus: Sequence[str] = ()) -> Iterator[None]
     _initialize(cfg.trainer.distributed, member)
     try:
         yield
-    except BaseException as error:
-        atexit.register(_leave, USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1)
+    except BaseException:
+        part_badly()
         raise
     jax.distributed.shutdown()
 
@@ -149,14 +148,6 @@ def _initialize(section: DistributedSection, member: Member) -> None:
             f"for all of them to meet at {member.coordinator}, in vain. JAX says: {error}. Look at the logs of the "
             "others, and at coordinator_address"
         ) from error
-
-
-def _leave(code: int) -> None:
-    """Ends the process before JAX does, which would wait for the others and abort."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def _parts(
         cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder, stop, evaluated
     )
     keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start, plan)
-    return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, trace)
+    return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, plan, trace)
 
 
 def _hardware(cfg: Config, arch: Arch, mesh: Mesh) -> Hardware:

@@ -53,15 +53,14 @@ class Checkpointer:
     ``close`` at the end, which raise what went wrong in the background (so does the next ``save``). Reading
     changes nothing in the directory, so that an export may read what a run is still writing.
 
-    Several trainer processes share the directory, and each calls ``save``, ``wait``, ``restore`` and ``restore_part``
-    with the same arguments: each writes and reads the parts of its own devices. The first one alone tidies up, seals
-    and removes, and what it chose the others ``trust``.
+    Several trainer processes share the directory, and call ``save``, ``wait``, ``restore`` and ``restore_part`` alike:
+    each writes and reads what its devices hold. The first one tidies up, seals and removes; the others ``trust`` it.
 
     Invariants: what ``latest`` and ``restore`` choose is whole, byte for byte. A state may be donated as soon
     as ``save`` has returned. A save that fails leaves the older checkpoints as they were.
 
     Args:
-        directory: ``RUN_DIR/checkpoints``; created by the first save.
+        directory: ``RUN_DIR/checkpoints``; created by the first save. An attribute too.
         keep: how many of the newest stay.
         best_metric_name: metric by which the best one stays too, larger is better; None: only the newest.
         timeout_s: bound on writing one.
@@ -70,7 +69,7 @@ class Checkpointer:
     def __init__(
         self, directory: Path, keep: int, best_metric_name: str | None = None, *, timeout_s: float = 1800.0
     ) -> None:
-        self._directory = directory.absolute()
+        self.directory = directory.absolute()
         self._keep = keep
         self._best_metric_name = best_metric_name
         self._timeout_s = timeout_s
@@ -83,15 +82,9 @@ class Checkpointer:
     @cached_property
     def _orbax(self) -> ocp.AsyncCheckpointer:
         """Made when it is first used: it touches JAX's devices, and before that processes must have met."""
-        handler = ocp.CompositeCheckpointHandler(
-            state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler()
-        )
+        state, meta = ocp.PyTreeCheckpointHandler(), ocp.JsonCheckpointHandler()
+        handler = ocp.CompositeCheckpointHandler(state=state, meta=meta)
         return ocp.AsyncCheckpointer(handler, timeout_secs=math.ceil(self._timeout_s))
-
-    @property
-    def directory(self) -> Path:
-        """Where they lie."""
-        return self._directory
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -99,7 +92,10 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if value is None or jax.process_count() == 1:
+            self.close()
+        else:  # a save that needs the other processes may never end
+            self._thread.shutdown(wait=False)
 
     def save(self, step: int, state: Any, meta: Meta, metrics: Mapping[str, float] | None = None) -> None:
         """Takes a snapshot and returns; the bytes are written behind the caller's back.
@@ -173,7 +169,7 @@ class Checkpointer:
         return None
 
     def trust(self, step: int) -> None:
-        """Takes a checkpoint for whole: another process of this run has compared every byte of it."""
+        """Takes a checkpoint for whole, as another process of this run has found it."""
         self._examined[step] = []
 
     def read_meta(self, step: int | None = None) -> Meta:
@@ -243,7 +239,7 @@ class Checkpointer:
         moved: list[Path] = []
         for step in self._found():
             if step > after:
-                target = self._directory / "superseded" / f"step_{step}"
+                target = self.directory / "superseded" / f"step_{step}"
                 target.parent.mkdir(exist_ok=True)
                 shutil.rmtree(target, ignore_errors=True)
                 moved.append(self._path(step).rename(target))
@@ -251,13 +247,13 @@ class Checkpointer:
         return moved
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step}"
+        return self.directory / f"step_{step}"
 
     def _found(self) -> list[int]:
         """Numbers of all that looks like a checkpoint."""
-        if not self._directory.is_dir():
+        if not self.directory.is_dir():
             return []
-        matches = [_STEP.fullmatch(path.name) for path in self._directory.iterdir() if path.is_dir()]
+        matches = [_STEP.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir()]
         return sorted(int(match[1]) for match in matches if match)
 
     def _examine(self, step: int) -> list[str]:
@@ -274,7 +270,7 @@ class Checkpointer:
             step = self.latest()
             if step is None:
                 raise UserError(
-                    f"{self._directory} holds no whole checkpoint: there is nothing to go on from."
+                    f"{self.directory} holds no whole checkpoint: there is nothing to go on from."
                 )
             return step
         others = f"there are the steps {list(self.steps())}"
@@ -309,8 +305,8 @@ class Checkpointer:
 
     def _prepare(self) -> None:
         """Before the first save: removes what a killed process left half done, and reads the metrics."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.iterdir():
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 log.warning("%s was left half done and is removed", path)
                 shutil.rmtree(path)
@@ -341,7 +337,7 @@ class Checkpointer:
 
     def _remove(self, step: int) -> None:
         """Takes a checkpoint's name away before its files, so that half of one is never seen under it."""
-        doomed = self._path(step).rename(self._directory / f"step_{step}.deleting")
+        doomed = self._path(step).rename(self.directory / f"step_{step}.deleting")
         shutil.rmtree(doomed)
         self._examined.pop(step, None)
         self._metrics.pop(step, None)
@@ -364,9 +360,9 @@ class Checkpointer:
         except Exception as error:
             if not any(sign in str(error) for sign in _NO_SPACE):
                 raise
-            for leftover in self._directory.glob(f"step_{step}.orbax-checkpoint-tmp*"):
+            for leftover in self.directory.glob(f"step_{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            free = shutil.disk_usage(self._directory).free
+            free = shutil.disk_usage(self.directory).free
             raise UserError(
                 f"{self._path(step)} could not be written: the disk is full ({free} bytes free without it). "
                 f"Older checkpoints are whole: {list(self.steps())}. Free some space, or lower "

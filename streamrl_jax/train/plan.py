@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from blake3 import blake3
 
@@ -43,6 +45,35 @@ class Plan:
         """
         if self._acknowledge is not None:
             self._enter(kind, f"version {number}", b"")
+
+    def missing(self, timeout_s: float) -> BaseException | None:
+        """After a program over all devices has failed: what the controller knows of the other processes.
+
+        What fails first is often the connection to a process that has died, and does not say which.
+
+        Args:
+            timeout_s: Bound on the wait for it to notice.
+
+        Returns:
+            What it says of one that is missing; None: nothing, or there is no other process.
+        """
+        if self._acknowledge is None:
+            return None
+        found: Future[BaseException | None] = Future()
+
+        def ask(acknowledge: Callable[[Step], None]) -> None:
+            try:
+                acknowledge(Step(self._sequence, "after a failed program", ""))
+            except Exception as error:
+                found.set_result(error)
+            else:
+                found.set_result(None)
+
+        threading.Thread(target=ask, args=(self._acknowledge,), name="missing", daemon=True).start()
+        try:
+            return found.result(timeout_s)
+        except TimeoutError:
+            return None
 
     def _enter(self, kind: str, shape: str, digest: bytes) -> None:
         assert self._acknowledge is not None
