@@ -44,9 +44,9 @@ class RaySection(Section):
     address: str = "auto"
     """The cluster's address; ``auto``: the one that this machine belongs to."""
     cpus_per_worker: float = Field(default=1.0, gt=0.0)
-    """CPUs that each bundle of an instance's placement group takes; a bundle a tensor-parallel worker."""
+    """CPUs that each tensor-parallel worker of an instance takes; those of one instance are on one node."""
     gpus_per_worker: float = Field(default=1.0, ge=0.0)
-    """GPUs that each bundle takes; 0 on a cluster without."""
+    """GPUs that each of them takes; 0 on a cluster without."""
     placement_timeout_s: float = Field(default=300.0, gt=0.0)
     """Bound on the wait for an instance's resources."""
 
@@ -96,8 +96,9 @@ class GenSection(Section):
     """How often an instance reports."""
     lease_s: float = Field(default=20.0, gt=0.0)
     """An instance silent for so long, or without progress while it generates, is taken for dead and restarted."""
-    progress_interval_s: float = Field(default=0.0, ge=0.0)
-    """Partial answers are sent so often; 0: only finished ones."""
+    progress_interval_s: float = Field(default=2.0, ge=0.0)
+    """An instance sends what is new of each running answer so often, and another one goes on from it when it is lost.
+    0: only finished answers are sent, and what a lost instance had begun starts at its prompt (docs/faults.md)."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts per instance before the run stops with its name."""
     listen: str = "127.0.0.1"

@@ -15,7 +15,7 @@ class ControlSettings:
 
     start_timeout_s: float = 600.0  # from the start of an instance until it is loaded
     heartbeat_interval_s: float = 1.0
-    progress_interval_s: float = 0.0  # 0: only finished answers are sent
+    progress_interval_s: float = 2.0  # 0: only finished answers are sent
     lease_s: float = 20.0  # see `control.lease`
     max_restarts: int = 5  # per instance
     min_instances: int = 0  # so many must be ready before the run begins; above 0: instances dial in
