@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from streamrl_jax.gen import codec
 from streamrl_jax.gen.admission import refusal
@@ -176,7 +177,7 @@ class GenerationService(rpc.StreamGenerationServicer):
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await anext(request_iterator)
             hello = codec.hello_from_proto(first.hello)
-        except (TimeoutError, StopAsyncIteration, ValueError) as error:
+        except (TimeoutError, StopAsyncIteration, ValueError, DecodeError) as error:
             reason = _told(error) or f"no Hello within {HELLO_TIMEOUT_S} s"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
             return
@@ -230,7 +231,7 @@ class GenerationService(rpc.StreamGenerationServicer):
                 if outbox.ended is not None:
                     return
                 await self._handle(request, outbox)
-        except ValueError as error:
+        except (ValueError, DecodeError) as error:
             outbox.end(grpc.StatusCode.INVALID_ARGUMENT, _told(error))
         except CreditExceeded as error:
             outbox.end(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
