@@ -70,4 +70,10 @@ def open_fleet(plan: FleetPlan) -> Fleet:
 
 def _maker(plan: FleetPlan, specs: Sequence[InstanceSpec]) -> Maker:
     run_dir = Path(plan.run_dir)
+    if plan.launcher == "ray":
+        from streamrl_jax.gen.launch.ray import RayLauncher
+
+        return RayLauncher(
+            specs, run_dir, plan.ray, run_seed=plan.run_seed, python=plan.python, module=plan.module
+        )
     return LocalLauncher(specs, run_dir, run_seed=plan.run_seed, python=plan.python, module=plan.module)
