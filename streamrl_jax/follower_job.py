@@ -33,7 +33,7 @@ from streamrl_jax.interrupt import StopRequested, StopSignal
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.setup.devices import DeviceSplit, look_around, trainer_environment
-from streamrl_jax.setup.distributed import Member, Orders, met, trainer_log
+from streamrl_jax.setup.distributed import Member, Orders, failures_told, met, trainer_log
 from streamrl_jax.setup.inputs import Functions, read_inputs
 from streamrl_jax.setup.jax_setup import prepare_jax
 from streamrl_jax.setup.security import run_access
@@ -83,6 +83,7 @@ def follow(cfg: Config, member: Member, functions: Functions) -> RunResult:
         display.phase("control", "waiting for the controller")
         controller = stack.enter_context(_reached(cfg, home, member))
         display.done("control")
+        stack.enter_context(failures_told(controller))
         stack.enter_context(stop.relayed(controller.stop))
         checkpointer = stack.enter_context(Checkpointer(home.checkpoints, cfg.trainer.max_ckpt_to_keep))
         restore = None

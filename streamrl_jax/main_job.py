@@ -25,7 +25,7 @@ from streamrl_jax.provenance import write_provenance
 from streamrl_jax.rundir import RunDir, create, look, reopen
 from streamrl_jax.samples_log import supersede
 from streamrl_jax.setup.devices import look_around, split_devices, trainer_environment
-from streamrl_jax.setup.distributed import membership, met, own_share, spawned, tell
+from streamrl_jax.setup.distributed import failures_told, membership, met, own_share, spawned, tell
 from streamrl_jax.setup.generation import open_generation
 from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
 from streamrl_jax.setup.jax_setup import prepare_jax
@@ -145,6 +145,7 @@ def train(
         stack.enter_context(spawned(cfg, home, member, split.trainer))
         generation = stack.enter_context(open_generation(cfg, home, inputs, split, display, member.count))
         if member.count > 1:
+            stack.enter_context(failures_told(generation.controller))
             stack.enter_context(stop.relayed(generation.controller.stop))
         prepare_jax(cfg, trainer_environment(cfg, replace(split, trainer=own)))
         display.phase("meet", f"trainer: waiting for {member.count} trainer processes")

@@ -14,8 +14,10 @@ from typing import IO, TYPE_CHECKING, Final
 
 from streamrl_jax.config import Config
 from streamrl_jax.config_distributed import DistributedSection
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.protocol import RunController
 from streamrl_jax.errors import UserError
-from streamrl_jax.interrupt import part_badly
+from streamrl_jax.interrupt import StopRequested, part_badly
 from streamrl_jax.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -148,6 +150,19 @@ def _initialize(section: DistributedSection, member: Member) -> None:
             f"for all of them to meet at {member.coordinator}, in vain. JAX says: {error}. Look at the logs of the "
             "others, and at coordinator_address"
         ) from error
+
+
+@contextlib.contextmanager
+def failures_told(controller: RunController) -> Iterator[None]:
+    """Tells the controller what ends this trainer process, and so the others, which would wait for it otherwise."""
+    try:
+        yield
+    except StopRequested:
+        raise
+    except BaseException as error:
+        with contextlib.suppress(ControlError):  # it is gone, or this is what it told
+            controller.fail(error)
+        raise
 
 
 @dataclass(frozen=True)
