@@ -286,6 +286,10 @@ class Bare:
     def __init__(self, addresses: Sequence[str], setting: Setting) -> None:
         self._addresses = addresses
         self._setting = setting
+        self._loop = (
+            asyncio.new_event_loop()
+        )  # one for all rounds: gRPC's poller stumbles over loops that were closed
+        self._loop.set_exception_handler(_leave_pollers)
 
     def run(self, samples: int) -> Round:
         """Assign out, Finished in, Acknowledge out, as many under way as the instances hold."""
@@ -295,7 +299,7 @@ class Bare:
             share = samples // len(self._addresses)
             await asyncio.gather(*(self._stream(one, share, arrivals, stamps) for one in self._addresses))
 
-        asyncio.run(all_streams())
+        self._loop.run_until_complete(all_streams())
         return _round(arrivals, stamps, cpu_seconds(os.getpid()) - cpu_s)
 
     async def _stream(self, address: str, samples: int, arrivals: list[float], stamps: list[float]) -> None:
@@ -320,6 +324,11 @@ class Bare:
                 if number + held < samples:
                     await call.write(assign())
             await call.done_writing()
+
+
+def _leave_pollers(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if not net.is_pollers(context.get("exception")):
+        loop.default_exception_handler(context)
 
 
 def instance_pids(home: Path) -> list[int]:
