@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,14 @@ from streamrl_jax.config_io import load_config
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.access import AccessFiles, is_loopback, split_address
 from streamrl_jax.gen.options import JoinSpec
-from streamrl_jax.rundir import look
+from streamrl_jax.rundir import RunDir, look
 from streamrl_jax.setup.security import run_access, standalone_access
 
 PATIENCE_S: Final = 300.0
 """An instance that dials in ends by default when no controller answered for so long."""
+
+
+_LOOK_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def joining(
     """Finds out how an instance is to join a run.
 
     Args:
-        target: A run directory that both sides see, or ``host:port`` of the run's controller.
+        target: A run directory that both sides see, waited for; or ``host:port`` of the run's controller.
         files: Configuration files; none with a run directory: the run's own.
         overrides: ``section.key=value``; ``gen.devices`` is this instance's own.
         secrets: What is given in the place of the run's.
@@ -65,7 +69,7 @@ def joining(
     """
     overrides = ["gen.devices=[]", *overrides]
     if Path(target).is_dir() or not _is_address(target):
-        home = look(Path(target))
+        home = _found(Path(target), patience_s)
         config = load_config([*files] or [home.config], overrides)
         access = _over(run_access(config, home), secrets)
         local = is_loopback(split_address(config.control.listen)[0])
@@ -87,6 +91,18 @@ def joining(
         )
         join = JoinSpec(address=target, advertise=advertise, patience_s=patience_s)
     return Joining(config, listen or ("127.0.0.1:0" if local else "0.0.0.0:0"), access, join)
+
+
+def _found(path: Path, patience_s: float) -> RunDir:
+    """The run directory, once it is there: a scheduler starts both sides at once.
+
+    Raises:
+        UserError: It was not made in time, or is something else.
+    """
+    end = time.monotonic() + patience_s
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+    return look(path)
 
 
 def _is_address(target: str) -> bool:
