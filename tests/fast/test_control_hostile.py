@@ -14,6 +14,7 @@ import pytest
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.link import ANSWERS
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.client import InstanceClient, InstanceError
 from streamrl_jax.gen.host import host_id
@@ -84,6 +85,13 @@ def endless(assign: pb.Assign) -> pb.GenerateResponse:
     return pb.GenerateResponse(progress=codec.progress_to_proto(FENCE, progress))
 
 
+def beyond_its_credit(request: pb.GenerateRequest) -> list[bytes]:
+    """One answer more than it was granted at first, all of a sample that nobody asked for."""
+    if request.WhichOneof("kind") == "hello":
+        return welcome(request)
+    return [of_length(4)(pb.Assign(sample_id="nobody's")).SerializeToString()] * (ANSWERS + 1)
+
+
 class Hostile:
     """A gRPC server that answers with bytes of its own. Used on the world's loop."""
 
@@ -124,6 +132,7 @@ class Hostile:
 
 GOOD_STATUS = codec.status_to_proto(IDLE, INFO).SerializeToString()
 GARBAGE = b"\xff" * 40
+NESTED = pb.GenerateResponse(several=pb.GenerateResponses())
 RANDOM = random.Random(1).randbytes(200)
 
 CASES: dict[str, tuple[bytes, Reply]] = {
@@ -142,6 +151,15 @@ CASES: dict[str, tuple[bytes, Reply]] = {
     "its answer is empty": (GOOD_STATUS, answering(of_length(0))),
     "its answer is too long": (GOOD_STATUS, answering(of_length(33))),
     "its answer does not end": (GOOD_STATUS, answering(endless)),
+    "it sends more than its credit": (GOOD_STATUS, beyond_its_credit),
+    "it nests messages": (
+        GOOD_STATUS,
+        answering(lambda assign: pb.GenerateResponse(several=pb.GenerateResponses(responses=[NESTED]))),
+    ),
+    "it sends several, which are none": (
+        GOOD_STATUS,
+        answering(lambda assign: pb.GenerateResponse(several=pb.GenerateResponses())),
+    ),
 }
 
 
