@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -112,7 +113,8 @@ class ControlClient:
         watching = asyncio.create_task(self._watch())
         try:
             while not self._lost:
-                call = self.stub.Attach(self._beats(), metadata=self.metadata)
+                over = asyncio.Event()
+                call = self.stub.Attach(self._beats(over), metadata=self.metadata)
                 try:
                     async for reply in call:
                         self._take(reply)
@@ -121,6 +123,7 @@ class ControlClient:
                         "the line to the controller broke: %s: %s", error.code().name, error.details()
                     )
                 finally:
+                    over.set()
                     call.cancel()
                 await asyncio.sleep(_AGAIN_S)
         finally:
@@ -151,7 +154,7 @@ class ControlClient:
 
     # ---------------------------------------------------------------- inside
 
-    async def _beats(self) -> AsyncIterator[pb.AttachRequest]:
+    async def _beats(self, over: asyncio.Event) -> AsyncIterator[pb.AttachRequest]:
         interval = self.peer.lease_s / 6
         yield pb.AttachRequest(
             reader=self.peer.reader,
@@ -161,8 +164,11 @@ class ControlClient:
             events=self.peer.reader == 0,
             seen=self._seen,
         )
-        while not self._closing:
-            await asyncio.sleep(interval)
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await over.wait()
+                    return
             yield pb.AttachRequest(reader=self.peer.reader, seen=self._seen)
 
     def _take(self, reply: pb.AttachReply) -> None:

@@ -43,6 +43,9 @@ from streamrl_jax.types import Fence
 
 log = logging.getLogger(__name__)
 
+_THE_MAIN_JOBS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Schedulers send these to all processes of a job: the main job obeys them, and needs its controller meanwhile."""
+
 _PULSE_S: Final = 1.0
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -127,7 +130,6 @@ class Process:
         """Serves until it is told to end."""
         told = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, told.set)
         loop.add_reader(sys.stdin.fileno(), told.set)  # readable when the main job closes its end, or dies
         service = RunControlService(self._core, self._hub, told.set)
         self._rewards.start()
@@ -169,7 +171,8 @@ def main(arguments: list[str]) -> int:
     spec = read_spec(Path(arguments[arguments.index("--spec") + 1]))
     die_with(spec.parent)
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _THE_MAIN_JOBS:
+        signal.signal(number, signal.SIG_IGN)
     try:
         process = Process(spec)
         asyncio.run(process.run())

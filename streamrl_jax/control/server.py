@@ -43,6 +43,7 @@ R = TypeVar("R")
 WINDOW: Final = 256
 """Samples under way to a reader that it has not taken yet."""
 _LOOK_S: Final = 0.1
+_LAST_EVENTS_S: Final = 0.05  # gRPC still ends its handlers
 
 Added = Callable[[ControllerCore, grpc.aio.Server], Callable[[], None]]
 """Adds a servicer to a server that is not started yet; what it returns is called when the server ends."""
@@ -94,7 +95,7 @@ class RunControlService(rpc.RunControlServicer):
                 await mailbox.wait(first.interval_s)
                 yield pb.AttachReply(beat=self._beat())
         finally:
-            hearing.cancel()
+            await _ended(hearing)
 
     def _check(self, message: pb.AttachRequest) -> None:
         world = self._core.settings.readers
@@ -113,7 +114,7 @@ class RunControlService(rpc.RunControlServicer):
         async for request in requests:
             self._core.readers.beat(reader)
             self._hub.mailboxes[reader].seen(request.seen)
-        self._core.readers.left(reader)
+        # The stream of a killed process ends as one that was closed does: who leaves in good order calls `Close`.
 
     def _beat(self) -> pb.Beat:
         used = self._usage.now()
@@ -179,8 +180,8 @@ class RunControlService(rpc.RunControlServicer):
                 if not isinstance(delivery, Batch):
                     return
         finally:
-            hearing.cancel()
             reading.close()
+            await _ended(hearing)
 
     def _replies(self, delivery: Delivery) -> Iterator[pb.SamplesReply]:
         if isinstance(delivery, End):
@@ -293,6 +294,11 @@ class RunControlService(rpc.RunControlServicer):
         return pb.TextReply(text=self._core.pool.situation())
 
 
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def _pieces(requests: AsyncIterator[pb.SubmitRequest]) -> JobPieces:
     pieces = JobPieces()
     async for piece in requests:
@@ -353,6 +359,7 @@ async def serve(service: RunControlService, core: ControllerCore, serving: Servi
         for close in closing:
             close()
         await server.stop(0.5)
+        await asyncio.sleep(_LAST_EVENTS_S)
 
 
 def write_control_file(path: Path, address: str, fence: Fence) -> None:

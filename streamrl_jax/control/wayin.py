@@ -83,7 +83,8 @@ class WayIn:
     async def run(self) -> None:
         """Receives until the end."""
         while True:
-            call = self._stub.Samples(self._requests(), metadata=self._metadata)
+            over: list[bool] = []
+            call = self._stub.Samples(self._requests(over), metadata=self._metadata)
             try:
                 async for reply in call:
                     for delivery in self._read(reply):
@@ -93,14 +94,19 @@ class WayIn:
             except grpc.aio.AioRpcError as error:
                 log.warning("the samples of %s broke off: %s", self._job_id, error.details())
             finally:
+                over.append(True)
+                self._changed.set()
                 call.cancel()
             await asyncio.sleep(_AGAIN_S)  # a controller that does not come back is the client's to notice
 
-    async def _requests(self) -> AsyncIterator[pb.SamplesRequest]:
+    async def _requests(self, over: list[bool]) -> AsyncIterator[pb.SamplesRequest]:
+        """What one stream tells the controller; ``over`` gets an entry when the stream has ended."""
         job_id = self._job_id
         self._changed.set()
         while True:
             await self._changed.wait()
+            if over:
+                return
             self._changed.clear()
             taken, waits = self._told
             yield pb.SamplesRequest(reader=self._reader, job_id=job_id, taken=taken, waits=waits)

@@ -201,6 +201,7 @@ class Recorder:
             **self._weights.metrics(),
             **self._gate.metrics(),
             **{f"rollouter/{name}": float(count) for name, count in self._controller.counters().items()},
+            **self._controller.usage(),
             **self._speed(
                 result.lengths, seconds, seconds - self._rollouts.waited.total_s - phases.get("probe", 0.0)
             ),

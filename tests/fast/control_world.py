@@ -79,7 +79,7 @@ def manifest(version: int, fence: Fence = FENCE) -> Manifest:
 
 def source(version: int) -> WeightSource:
     """Where it would lie."""
-    return WeightSource(path=f"/dev/shm/streamrl-test-v{version}.bin")
+    return WeightSource(path=f"/dev/shm/streamrl-{FENCE.run_id}-{FENCE.incarnation}-v{version}.test.bin")
 
 
 def reward_by_length(prompt: Prompt, text: str, answer: Generation) -> RewardResult:

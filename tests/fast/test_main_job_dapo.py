@@ -30,14 +30,14 @@ from .job_world import (
 STEPS, BATCHES = 4, 5
 
 _REWARD = """
-import os
+import os, sys
 sent = []
 
 
 def digits_of_some(prompt, text, generation, at="never", number=0):
     if generation.sample_id.startswith(at) and not sent:
         sent.append(number)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid() if "jax" in sys.modules else os.getppid(), number)  # the main job
     teaches = int(prompt.token_ids.sum()) % 2
     return sum(character.isdigit() for character in text) / 8 if teaches else 0.0
 """
