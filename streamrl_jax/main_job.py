@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from streamrl_jax.train.loss import PolicyLoss
 
 
-_NOTICE_S = 5.0  # a controller tells of a trainer process that is gone so long after its lease has ended
-
-
 @dataclass(frozen=True)
 class RunResult:
     """How a run ended.
@@ -201,8 +198,6 @@ def _last_step(restore: Restore | None) -> int:
 
 def run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunResult:
     """Trains to the end, or until a signal asks for it, and writes the last checkpoint."""
-    from jax.errors import JaxRuntimeError
-
     from streamrl_jax.train import loop
 
     ending = ""
@@ -211,10 +206,6 @@ def run_loop(parts: Parts, start: int, home: RunDir, display: Display) -> RunRes
     except StopRequested as request:
         ending = str(request)
         display.note(f"{ending}: writing a checkpoint, then ending")
-    except JaxRuntimeError as error:
-        if (missing := parts.plan.missing(parts.cfg.control.lease_s + _NOTICE_S)) is None:
-            raise
-        raise missing from error
     display.phase("checkpoint", "writing the last checkpoint")
     version = parts.keeper.save_now()
     display.done("checkpoint")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from streamrl_jax.bridge.blob import SHARED_MEMORY, sweep
@@ -38,6 +39,10 @@ from streamrl_jax.train.state import TrainState
 from streamrl_jax.train.step import Steps
 from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.train.weights import Conversions, Weights
+
+_NOTICE_S: Final = (
+    5.0  # the controller tells of a trainer process that is gone so long after its lease has ended
+)
 
 
 @dataclass(frozen=True)
@@ -102,14 +107,27 @@ def assembled(
     Raises:
         StopRequested: A signal came meanwhile.
         UserError: Checkpoint, model or mesh do not fit the configuration.
+        ControlError: Another trainer process is missing.
     """
     steps = build_steps(cfg, inputs)
     plan = Plan(edges.controller.acknowledge if edges.controller.world > 1 else None)
-    with edges.stop.interruptible():
-        trainer, meta = _warm_trainer(steps, inputs, edges.display, restore, plan)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_missing_named(plan, cfg.control.lease_s + _NOTICE_S))
+        with edges.stop.interruptible():
+            trainer, meta = _warm_trainer(steps, inputs, edges.display, restore, plan)
         weights = _open_weights(cfg, home, inputs, edges, plan, stack)
         yield _parts(cfg, home, inputs, edges, trainer, weights, plan, meta), meta.version if meta else 0
+
+
+@contextlib.contextmanager
+def _missing_named(plan: Plan, bound_s: float) -> Iterator[None]:
+    """What fails first where a trainer process has died is often a connection, whose error does not say so."""
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if (missing := plan.missing(bound_s)) is None:
+            raise
+        raise missing from error
 
 
 @contextlib.contextmanager
@@ -256,7 +274,7 @@ def _parts(
         cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder, stop, evaluated
     )
     keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start, plan)
-    return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, plan, trace)
+    return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, trace)
 
 
 def _hardware(cfg: Config, arch: Arch, mesh: Mesh) -> Hardware:

@@ -39,7 +39,6 @@ from streamrl_jax.trace import Trace
 from streamrl_jax.train.agreement_gate import AgreementGate
 from streamrl_jax.train.evaluator import Evaluator
 from streamrl_jax.train.keeper import Keeper
-from streamrl_jax.train.plan import Plan
 from streamrl_jax.train.recorder import Records
 from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.train.trainer import Trainer
@@ -58,7 +57,6 @@ class Parts:
     evaluator: Evaluator
     keeper: Keeper
     recorder: Records
-    plan: Plan
     trace: Trace
 
 
