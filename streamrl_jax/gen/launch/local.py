@@ -260,9 +260,10 @@ def instance_environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
     Returns:
         A copy. A package that is installed is left to the other interpreter's own installation: its folder
-        holds this interpreter's other packages too.
+        holds this interpreter's other packages too. ``VLLM_PORT`` is left out: several instances of a host would
+        all take their ports from there on; without it vLLM asks the kernel.
     """
-    environment = dict(inherited)
+    environment = {name: value for name, value in inherited.items() if name != "VLLM_PORT"}
     root = Path(streamrl_jax.__file__).resolve().parent.parent
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if root not in installed:
