@@ -191,7 +191,12 @@ class ControlClient:
             if (published := self.published.get(reply.released)) is not None:
                 published.let_go()
         elif kind == "failure":
-            self.on_failed(error_from_proto(reply.failure))
+            error = error_from_proto(reply.failure)
+            if reply.HasField("beat"):
+                self.on_failed(error)
+            else:  # it does not take this process
+                self._lost = True
+                self.on_lost(error)
 
     def _updated(self, message: pb.Updated) -> None:
         published = self.published.get(message.version)

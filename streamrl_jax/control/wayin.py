@@ -13,10 +13,10 @@ import grpc
 from streamrl_jax.control.codec import error_from_proto, sample_from_proto
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.inbox import Inbox
-from streamrl_jax.control.outbox import Batch, Delivery, End, Failed, Stop
+from streamrl_jax.control.outbox import Batch, End, Failed, Stop
 from streamrl_jax.control.usage import Meter
 from streamrl_jax.proto import control_pb2 as pb
-from streamrl_jax.types import Prompt
+from streamrl_jax.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _TELL_EVERY: Final = 16  # samples: how far the controller's picture of what was
 class WayIn:
     """Receives a job's samples into an inbox. Lives on the client's loop.
 
-    Call order: ``run`` once, as a task; ``taken`` as the trainer goes; ``grow`` for each job that is added. ``run``
-    ends with the last delivery, or when it is cancelled.
+    Call order: ``run`` once, as a task; ``taken`` as the trainer goes; ``grow``, in any thread, for each job that is
+    added. ``run`` ends with the last delivery, or when it is cancelled.
 
     Args:
         stub: of the service `RunControl`.
@@ -59,6 +59,8 @@ class WayIn:
         self._size = 0
         self._told = (0, False)  # (taken, waits), the newest
         self._changed = asyncio.Event()
+        self._grown = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.inbox = Inbox(job_id, 0)
         self.shift_s = 0.0
         """Brings the controller's clock to this process's."""
@@ -72,6 +74,8 @@ class WayIn:
             count += n
         self._size += count
         self.inbox.grow(count)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._grown.set)
 
     def taken(self, position: int, waits: bool) -> None:
         """The trainer has everything before ``position``; ``waits``: and wants more."""
@@ -82,15 +86,17 @@ class WayIn:
 
     async def run(self) -> None:
         """Receives until the end."""
+        self._loop = asyncio.get_running_loop()
         while True:
             over: list[bool] = []
             call = self._stub.Samples(self._requests(over), metadata=self._metadata)
             try:
                 async for reply in call:
-                    for delivery in self._read(reply):
-                        self.inbox.put(delivery)
-                        if not isinstance(delivery, Batch):
-                            return
+                    last = self._last(reply)
+                    if last is not None:
+                        self.inbox.put(last)
+                        return
+                    await self._deliver(reply)
             except grpc.aio.AioRpcError as error:
                 log.warning("the samples of %s broke off: %s", self._job_id, error.details())
             finally:
@@ -112,23 +118,37 @@ class WayIn:
             yield pb.SamplesRequest(reader=self._reader, job_id=job_id, taken=taken, waits=waits)
             job_id = ""
 
-    def _read(self, reply: pb.SamplesReply) -> list[Delivery]:
+    def _last(self, reply: pb.SamplesReply) -> End | Stop | Failed | None:
+        """What ends the stream in good order, if this is it."""
         if reply.HasField("error"):
             error = error_from_proto(reply.error)
             if isinstance(error, ControlError) and self._told == (self._size, True):
-                return [End()]  # the stream broke between the end and its being read
-            return [Failed(error)]
+                return End()  # the stream broke between the end and its being read
+            return Failed(error)
         if reply.end:
-            return [End()]
-        if reply.stop:
-            return [Stop(reply.stop)]
-        try:
-            samples = [sample_from_proto(each, self._prompts, self.shift_s) for each in reply.samples]
-        except ValueError as error:
-            return [
-                Failed(ControlError(f"the controller sent a sample of {self._job_id} that is none: {error}"))
-            ]
+            return End()
+        return Stop(reply.stop) if reply.stop else None
+
+    async def _deliver(self, reply: pb.SamplesReply) -> None:
+        """Hands samples over. One whose prompt another reader was quicker to add waits until this one adds it too."""
+        position, samples = reply.position, list[Sample]()
+        for message in reply.samples:
+            while message.prompt_id not in self._prompts:
+                self._grown.clear()
+                self._put(position, samples, position + len(samples))
+                position, samples = position + len(samples), []
+                await self._grown.wait()
+            try:
+                samples.append(sample_from_proto(message, self._prompts, self.shift_s))
+            except ValueError as error:
+                what = f"the controller sent a sample of {self._job_id} that is none: {error}"
+                self.inbox.put(Failed(ControlError(what)))
+                return
+        self._put(position, samples, reply.next)
+
+    def _put(self, position: int, samples: list[Sample], then: int) -> None:
         now = time.monotonic()
         for sample in samples:
             self._meter.arrived(now - sample.rewarded_s)
-        return [Batch(reply.position, samples, reply.next)]
+        if then > position:
+            self.inbox.put(Batch(position, samples, then))

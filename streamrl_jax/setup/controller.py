@@ -30,6 +30,7 @@ START_TIMEOUT_S: Final = 60.0
 _INSTANCE_GRACE_S: Final = 8.0 + TRACKERS_S + REAP_S + 2.0
 _POLL_S: Final = 0.05
 _TAIL_LINES: Final = 20
+_DUMP_LINES: Final = 80  # where every thread is, which a controller that stands still writes down
 
 
 @dataclass(eq=False)
@@ -59,7 +60,7 @@ class ControllerProcess:
         calls = running_calls(board_file(self.home))
         doing = f" while it computed the reward of {' and of '.join(calls)}" if calls else ""
         log = self.home.logs / "controller.log"
-        return doing, f"The last lines of {log}:\n{log_tail(log, _TAIL_LINES)}"
+        return doing, f"The last lines of {log}:\n{log_tail(log, _DUMP_LINES if calls else _TAIL_LINES)}"
 
     def stop(self) -> None:
         """Ends it and its instances, in bounded time.
