@@ -53,7 +53,7 @@ def test_two_runs_of_the_same_names_side_by_side(tmp_path: Path) -> None:
 
 
 def test_shared_memory_of_a_killed_instance_is_removed_also_of_one_started_by_hand() -> None:
-    """kill -9 of a whole process group: whose segment it was can be read nowhere any more, but its guard has seen it."""
+    """kill -9 of a whole process group: nothing tells whose segment it was, but its guard has seen it."""
     guard = [sys.executable, "-m", "streamrl_jax.gen.guard", "-1", "0", "1"]
     with subprocess.Popen(
         [*guard, sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True
