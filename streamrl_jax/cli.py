@@ -384,6 +384,18 @@ def _bench_stream(arguments: Namespace) -> int:
     return run(arguments)
 
 
+def _bench_tls_options(parser: ArgumentParser) -> None:
+    from streamrl_jax.bench.encryption import add_options
+
+    add_options(parser)
+
+
+def _bench_tls(arguments: Namespace) -> int:
+    from streamrl_jax.bench.encryption import run
+
+    return run(arguments)
+
+
 def _load(arguments: Namespace) -> Config:
     """The configuration of a command that needs one."""
     from streamrl_jax.config_io import load_config
@@ -425,5 +437,8 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "samples/s and added latency through a controller, beside bare gRPC streams",
         _bench_stream_options,
         _bench_stream,
+    ),
+    "bench tls": Command(
+        "what encryption costs, for samples and for weights", _bench_tls_options, _bench_tls
     ),
 }

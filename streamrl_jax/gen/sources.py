@@ -118,7 +118,7 @@ class Sources:
             )
         if found.st_size != manifest.total_bytes:
             raise SourceRefused(
-                f"same_host.path = {str(path)!r} has {found.st_size} bytes, and manifest.total_bytes = "
+                f"same_host.path = {str(path)!r} has {found.st_size} bytes, expected manifest.total_bytes = "
                 f"{manifest.total_bytes}"
             )
 
