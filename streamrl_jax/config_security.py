@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from streamrl_jax.config_section import Section
 
@@ -31,3 +31,23 @@ class SecuritySection(Section):
     stores: list[str] = Field(default_factory=list)
     """Hosts, as patterns with ``*`` and ``?``, that an instance fetches weights from; empty: any that shows the run's
     certificate, or plain text's consent."""
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> SecuritySection:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("cert_file and key_file are given together, or neither")
+        if self.cert_file and not self.ca_file:
+            raise ValueError(
+                "cert_file is given without ca_file, against which the others are checked; give both"
+            )
+        if self.tls == "on" and self.insecure:
+            raise ValueError(
+                "tls = 'on' encrypts everything and insecure = true consents to plain text; choose one"
+            )
+        plain = "tls = 'off'" if self.tls == "off" else "insecure = true" if self.insecure else ""
+        unused = [name for name in ("ca_file", "cert_file", "key_file", "mutual_tls") if getattr(self, name)]
+        if plain and unused:
+            raise ValueError(
+                f"{', '.join(unused)} would not be used, since {plain} is plain text; remove either"
+            )
+        return self

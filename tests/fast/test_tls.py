@@ -11,11 +11,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from pydantic import ValidationError
 
 from streamrl_jax.bridge.manifest import pack
 from streamrl_jax.bridge.pull import PullError, pull
 from streamrl_jax.bridge.store import WeightStore
 from streamrl_jax.cli import main
+from streamrl_jax.config_security import SecuritySection
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net, tls
 from streamrl_jax.gen.client import InstanceClient, InstanceError
@@ -227,3 +229,18 @@ def test_the_command_makes_what_run_and_instances_share(
         assert main(["certs", str(tmp_path / "wrong"), *wrong]) == 2
         assert wrong[0] in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tls": "on", "insecure": True}, "choose one"),
+        ({"tls": "off", "mutual_tls": True}, r"mutual_tls would not be used, since tls = 'off'"),
+        ({"insecure": True, "ca_file": "ca.pem"}, r"ca_file would not be used, since insecure = true"),
+        ({"ca_file": "ca.pem", "cert_file": "cert.pem"}, "given together"),
+        ({"cert_file": "cert.pem", "key_file": "key.pem"}, "without ca_file"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        SecuritySection.model_validate(settings)
