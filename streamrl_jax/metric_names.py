@@ -80,7 +80,7 @@ METRICS: Final[Mapping[str, str]] = {
     "rollouter/*": "Counters of the controller since the start: redispatched, restarts and so on.",
     "control/rss_bytes": "Memory of the process that the controller is in (resident).",
     "control/cpu_share": "Processor time of that process in the step, as a share of one core's.",
-    "control/latency_ms/median": "From a sample's reward until the trainer's process has it.",
+    "control/latency_ms/median": "From a sample's reward, while the trainer waits for one, until its process has it.",
     "control/latency_ms/max": "The longest of them.",
     "gen/*/idle_ratio": "Idle share of one instance.",
     "gen/*/tokens_per_s": "Tokens per second of one instance.",

@@ -22,7 +22,6 @@ from streamrl_jax.control.handover import Handover
 from streamrl_jax.control.hub import Hub
 from streamrl_jax.control.inbox import Inbox
 from streamrl_jax.control.jobs import Job
-from streamrl_jax.control.outbox import Batch, Delivery
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.queue import Place
 from streamrl_jax.control.rewards import RewardWorkers
@@ -289,16 +288,9 @@ class Controller:
     # ---------------------------------------------------------------- from the trainer's threads
 
     def _open(self, job_id: str, size: int) -> None:
-        inbox = Inbox(job_id, size)
+        inbox = Inbox(job_id, size, self._meter)
         window = _WINDOW if self.world > 1 else sys.maxsize
-
-        def deliver(delivery: Delivery) -> None:
-            if isinstance(delivery, Batch):
-                for sample in delivery.samples:
-                    self._meter.arrived(time.monotonic() - sample.rewarded_s)
-            inbox.put(delivery)
-
-        reading = self._ask(lambda: self._core.read(job_id, self.reader, 0, window, deliver))
+        reading = self._ask(lambda: self._core.read(job_id, self.reader, 0, window, inbox.put))
         taken = Handover[tuple[int, bool]](self._loop, lambda told: reading.taken(*told))
         self._inboxes[job_id] = inbox
         self._reports[job_id] = partial(_report, taken)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.outbox import Batch, Delivery, End, Failed
+from streamrl_jax.control.usage import Meter
 from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.types import Sample
 
@@ -22,12 +23,15 @@ class Inbox:
     Args:
         job_id: named in errors.
         size: samples of the job.
+        meter: takes how long samples were under way while the trainer waited for one; None: nobody asks.
     """
 
-    def __init__(self, job_id: str, size: int) -> None:
+    def __init__(self, job_id: str, size: int, meter: Meter | None = None) -> None:
         self._job_id = job_id
         self._size = size
         self._items: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._meter = meter
+        self._waits_since: float | None = None
         self._here: deque[Sample] = deque()  # taken from the queue, not yielded yet
         self._first = 0  # the position of the first of them
         self._behind = 0  # and the one behind them, samples that will not come included
@@ -40,6 +44,11 @@ class Inbox:
 
     def put(self, delivery: Delivery) -> None:
         """Adds what came."""
+        since = self._waits_since
+        if self._meter is not None and since is not None and isinstance(delivery, Batch):
+            now = time.monotonic()
+            for sample in delivery.samples:
+                self._meter.arrived(now - max(since, sample.rewarded_s))
         self._items.put(delivery)
 
     def drain(
@@ -66,8 +75,10 @@ class Inbox:
                 self.position = self._first if self._here else self._behind
                 report(self.position, False)
                 yield sample
+            self._waits_since = time.monotonic()
             report(self.position, True)
             delivery = self._next(timeout_s, situation)
+            self._waits_since = None
             if isinstance(delivery, End):
                 self._items.put(delivery)
                 return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
@@ -55,13 +54,12 @@ class WayIn:
         self._reader = reader
         self._job_id = job_id
         self._prompts: dict[str, Prompt] = {}
-        self._meter = meter
         self._size = 0
         self._told = (0, False)  # (taken, waits), the newest
         self._changed = asyncio.Event()
         self._grown = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.inbox = Inbox(job_id, 0)
+        self.inbox = Inbox(job_id, 0, meter)
         self.shift_s = 0.0
         """Brings the controller's clock to this process's."""
         self.grow(prompts, n)
@@ -147,8 +145,5 @@ class WayIn:
         self._put(position, samples, reply.next)
 
     def _put(self, position: int, samples: list[Sample], then: int) -> None:
-        now = time.monotonic()
-        for sample in samples:
-            self._meter.arrived(now - sample.rewarded_s)
         if then > position:
             self.inbox.put(Batch(position, samples, then))

@@ -22,10 +22,10 @@ from streamrl_jax.control.process import ControllerSpec, write_spec
 from streamrl_jax.gen.guard import REAP_S, TRACKERS_S
 from streamrl_jax.gen.launch.local import exit_reason, instance_environment, log_tail
 from streamrl_jax.gen.launch.plan import FleetPlan
+from streamrl_jax.gen.whereabouts import CONTROL_FILE
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.rundir import RunDir
 
-CONTROL_FILE: Final = "control.json"
 START_TIMEOUT_S: Final = 60.0
 _INSTANCE_GRACE_S: Final = 8.0 + TRACKERS_S + REAP_S + 2.0
 _POLL_S: Final = 0.05

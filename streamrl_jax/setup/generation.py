@@ -18,9 +18,10 @@ from streamrl_jax.control.server import Serving
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch.plan import FleetPlan
+from streamrl_jax.gen.whereabouts import CONTROL_FILE
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
-from streamrl_jax.setup.controller import CONTROL_FILE, start_controller
+from streamrl_jax.setup.controller import start_controller
 from streamrl_jax.setup.devices import DeviceSplit
 from streamrl_jax.setup.fleet import fleet_plan, open_fleet
 from streamrl_jax.setup.inputs import Inputs

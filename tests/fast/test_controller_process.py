@@ -27,8 +27,9 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch.plan import FleetPlan
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec, PoolTemplate
+from streamrl_jax.gen.whereabouts import CONTROL_FILE
 from streamrl_jax.rundir import RunDir
-from streamrl_jax.setup.controller import CONTROL_FILE, ControllerProcess, start_controller
+from streamrl_jax.setup.controller import ControllerProcess, start_controller
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 from streamrl_jax.types import Fence
 from tests.chaos.harness import version_zero
