@@ -1,9 +1,10 @@
-"""Rule 1 on the real vLLM: one instance killed and one engine stopped in mid-batch, every sample once."""
+"""Rule 1 on the real vLLM: killed in mid-answer and gone on from there; each process stopped; every sample once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,24 +20,44 @@ from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.settings import ControlSettings
-from streamrl_jax.gen.launch import LocalLauncher
+from streamrl_jax.gen.launch import LocalLauncher, StaticLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
 from streamrl_jax.rewards import RewardResult
-from streamrl_jax.types import Fence, Manifest, Prompt, Sample, Sampling, WeightSource, expand_runs
+from streamrl_jax.types import (
+    Fence,
+    FinishReason,
+    Manifest,
+    Prompt,
+    Sample,
+    Sampling,
+    WeightSource,
+    expand_runs,
+)
 from tests.engine.conftest import (
     ARCHITECTURE,
     START_S,
     STOP_ID,
     VOCABULARY,
+    Loop,
     checkpoint_arrays,
     make_model,
     reference_logprobs,
 )
 
 CHAOS = Fence("chaos", 0)
-SETTINGS = ControlSettings(start_timeout_s=START_S, heartbeat_interval_s=0.5, lease_s=15.0, max_restarts=2)
+LEASE_S = 15.0
+SETTINGS = ControlSettings(
+    start_timeout_s=START_S,
+    heartbeat_interval_s=0.5,
+    lease_s=LEASE_S,
+    max_restarts=5,
+    progress_interval_s=0.1,
+)
+NOTICED_S = LEASE_S + 2.0
+"""The lease, a tick of half a second, the engine's last heartbeat and ping before it, and a busy machine."""
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=100, stop_token_ids=(STOP_ID,))
 TOLERANCE = 1e-4
+PROMPTS = 50  # of four answers each
 
 
 def launcher(model_dir: Path, run_dir: Path) -> LocalLauncher:
@@ -81,14 +102,21 @@ def api_process(run_dir: Path, name: str) -> psutil.Process:
 
 
 def engine_core(run_dir: Path, name: str) -> psutil.Process:
-    tree = api_process(run_dir, name).children(recursive=True)
-    return max(tree, key=lambda process: process.memory_info().rss)
+    """The child that runs the scheduler; with one rank the model too."""
+    children = api_process(run_dir, name).children()
+    return max(children, key=lambda process: process.memory_info().rss)
+
+
+def worker(run_dir: Path, name: str) -> psutil.Process:
+    """One of several ranks."""
+    ranks = engine_core(run_dir, name).children()
+    return sorted(ranks, key=lambda process: process.memory_info().rss)[-1]
 
 
 @contextmanager
-def version_zero() -> Iterator[tuple[Manifest, WeightSource]]:
-    manifest, blob = pack(CHAOS, 0, ARCHITECTURE, checkpoint_arrays(make_model(5)))
-    with BlobWriter(SHARED_MEMORY, CHAOS, 0, len(blob)) as writer:
+def version_zero(fence: Fence = CHAOS) -> Iterator[tuple[Manifest, WeightSource]]:
+    manifest, blob = pack(fence, 0, ARCHITECTURE, checkpoint_arrays(make_model(5)))
+    with BlobWriter(SHARED_MEMORY, fence, 0, len(blob)) as writer:
         writer.write(0, bytes(blob))
         path = writer.seal()
     try:
@@ -98,9 +126,14 @@ def version_zero() -> Iterator[tuple[Manifest, WeightSource]]:
 
 
 def check(sample: Sample) -> None:
-    """The answer is of version 0 with its log-probs, also after a restart: weights come before prompts."""
+    """The answer is of version 0 with its log-probs, also after a restart: weights come before prompts.
+
+    Of one that was gone on from, that holds for the tokens of both attempts.
+    """
     answer = sample.generation
     assert set(expand_runs(answer.versions)) == {0}
+    assert STOP_ID not in answer.token_ids[:-1] and len(answer.token_ids) <= SAMPLING.max_new_tokens
+    assert (answer.token_ids[-1] == STOP_ID) == (answer.finish_reason is FinishReason.STOP)
     expected = reference_logprobs(
         make_model(5), sample.prompt.token_ids.tolist(), answer.token_ids.tolist(), SAMPLING.temperature
     )
@@ -120,7 +153,7 @@ def test_killed_and_stopped_in_mid_batch(model_dir: Path, tmp_path: Path) -> Non
         events.append,
     )
     draw = np.random.default_rng(0)
-    prompts = [Prompt(str(row), draw.integers(2, VOCABULARY, 6).astype(np.int32), {}) for row in range(100)]
+    prompts = [Prompt(str(row), draw.integers(2, VOCABULARY, 6).astype(np.int32), {}) for row in range(PROMPTS)]
     samples: list[Sample] = []
     try:
         controller.start()
@@ -131,23 +164,108 @@ def test_killed_and_stopped_in_mid_batch(model_dir: Path, tmp_path: Path) -> Non
             controller.submit(Job("train/0", prompts, 4, SAMPLING, 0, 0))
             for sample in controller.samples("train/0", START_S):
                 samples.append(sample)
-                if len(samples) == 60:
+                if len(samples) == 30:
                     os.kill(api_process(tmp_path, "instance-0").pid, signal.SIGKILL)
-                if len(samples) == 120:
+                if len(samples) == 60:
                     engine_core(tmp_path, "instance-1").suspend()
             started |= processes_of(tmp_path)
             counts = controller.counters()
     finally:
         controller.close()
     assert Counter(sample.sample_id for sample in samples) == Counter(
-        f"train/0/{row}/{index}" for row in range(100) for index in range(4)
+        f"train/0/{row}/{index}" for row in range(PROMPTS) for index in range(4)
     )
-    for sample in samples[::10]:
+    again = [sample for sample in samples if sample.generation.attempt]
+    for sample in [*samples[::10], *again]:
         check(sample)
+    assert counts["continued"] > 0 and counts["tokens_kept"] > counts["continued"]
+    assert len(again) >= counts["continued"] / 2
     lost = {event.instance: event.text for event in reversed(events) if event.kind is EventKind.LOST}
     assert "its process ended (killed by SIGKILL)" in lost["instance-0"]
     assert "no token" in lost["instance-1"] or "did not answer" in lost["instance-1"]
-    assert counts["finished"] == counts["delivered"] == 400
+    assert counts["finished"] == counts["delivered"] == 4 * PROMPTS
+    assert counts["dispatched"] == counts["finished"] + counts["taken_back"]
     assert counts["redispatched"] == sum(e.count for e in events if e.kind is EventKind.REDISPATCH) > 0
     assert not [process for process in started if process.is_running()]
     print(f"\n{counts}")
+
+
+def two_ranks(model_dir: Path, run_dir: Path) -> LocalLauncher:
+    """An instance of API process, EngineCore and two workers, started as by hand."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    engine = EngineOptions(
+        str(model_dir),
+        max_model_len=256,
+        max_num_seqs=8,
+        tensor_parallel_size=2,
+        device=f"cpu:{','.join(map(str, cores))}",
+        kv_cache_gib=0.25,
+        vocab_limit=VOCABULARY,
+    )
+    return LocalLauncher([InstanceSpec("instance-0", engine, lookahead=2, fence=CHAOS)], run_dir, run_seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_each_process_of_an_instance_is_missed_when_it_stops(model_dir: Path, tmp_path: Path) -> None:
+    """SIGSTOP of API process, EngineCore and a worker, one after the other: noticed within the lease, and used again
+    after SIGCONT. One start for all three: the instance is an endpoint, which nobody kills.
+    """
+    told: list[tuple[float, ControlEvent]] = []
+    hand = Loop()
+    started = hand.run(two_ranks(model_dir, tmp_path).start("instance-0"))
+    controller = Controller(
+        SETTINGS,
+        CHAOS,
+        StaticLauncher({"instance-0": started.address}),
+        lambda prompt, text, answer: RewardResult(float(len(answer.token_ids))),
+        lambda ids: " ".join(map(str, ids)),
+        lambda event: told.append((time.monotonic(), event)),
+    )
+    draw = np.random.default_rng(0)
+    samples: list[Sample] = []
+    try:
+        controller.start()
+        controller.wait_ready(START_S)
+        with version_zero() as (manifest, source):
+            controller.publish(manifest, source).result(60)
+            for number, process in enumerate((api_process, engine_core, worker)):
+                prompts = [
+                    Prompt(f"{number}.{row}", draw.integers(2, VOCABULARY, 6).astype(np.int32), {})
+                    for row in range(10)
+                ]
+                controller.submit(Job(f"train/{number}", prompts, 4, SAMPLING, number, 0))
+                stream = controller.samples(f"train/{number}", START_S)
+                samples += [next(stream) for _ in range(5)]
+                stopped, at = process(tmp_path, "instance-0"), time.monotonic()
+                stopped.suspend()
+                seconds, why = noticed(told, at)
+                stopped.resume()
+                print(f"\n{process.__name__}: after {seconds:.1f} s: {why}")
+                assert LEASE_S - 3.0 < seconds < NOTICED_S, why
+                samples += stream
+        counts = controller.counters()
+    finally:
+        controller.close()
+        hand.run(started.stop())
+        hand.close()
+    assert Counter(sample.sample_id for sample in samples) == Counter(
+        f"train/{number}/{number}.{row}/{index}"
+        for number in range(3)
+        for row in range(10)
+        for index in range(4)
+    )
+    for sample in samples:
+        check(sample)
+    assert counts["dispatched"] == counts["finished"] + counts["taken_back"] and counts["finished"] == 120
+    assert counts["restarts"] == 3 and counts["continued"] > 0
+
+
+def noticed(told: list[tuple[float, ControlEvent]], since: float) -> tuple[float, str]:
+    """How long after ``since`` an instance was taken for dead, and why."""
+    while time.monotonic() < since + 10 * LEASE_S:
+        for when, event in list(told):
+            if event.kind is EventKind.LOST and when > since:
+                return when - since, event.text
+        time.sleep(0.02)
+    raise AssertionError(f"nobody noticed: {told[-3:]}")
