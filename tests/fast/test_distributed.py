@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,20 @@ import pytest
 from streamrl_jax.config import Config
 from streamrl_jax.config_distributed import DistributedSection
 from streamrl_jax.config_io import load_config
+from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.plan import Step
 from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopRequested, StopSignal
 from streamrl_jax.rundir import look
 from streamrl_jax.samples_log import read_samples, recorded_iterations
 from streamrl_jax.setup.distributed import Member, membership, own_share, trainer_log
 from streamrl_jax.setup.inputs import NO_FUNCTIONS, read_inputs
+from streamrl_jax.train.answer import generated_answer
 from streamrl_jax.train.assemble import Restore, build_steps, build_trainer
+from streamrl_jax.train.batcher import pack_all
 from streamrl_jax.train.checkpoint import Checkpointer
+from streamrl_jax.train.plan import Plan
+from streamrl_jax.train.shapes import BatchShape, Shape
 from streamrl_jax.train.trainer import Trainer
 
 from .job_world import (
@@ -42,6 +49,7 @@ from .job_world import (
     write_config,
     write_world,
 )
+from .tiny_training import ROW, samples
 
 STEPS = 5
 NOTICED_S = 30.0  # a killed process, by the others; most of it is compilation that had to end
@@ -203,6 +211,47 @@ def test_the_parameters_are_those_of_one_process_and_any_number_of_processes_rea
     one, two = (jax.device_get(each.state.actor.params) for each in (alone[0], restored))
     for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
         np.testing.assert_allclose(theirs, mine, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- what is told of a program
+
+
+def test_a_plan_tells_which_answer_lies_where() -> None:
+    """Equal for equal micro-batches; another answer, or another place, is told apart."""
+    told: list[Step] = []
+    plan = Plan(told.append)
+    answers = [generated_answer(sample.prompt, sample.generation) for sample in samples()]
+    shape = BatchShape((Shape(8, ROW),))
+    (whole,) = pack_all(answers[:6], shape)
+    (again,) = pack_all(answers[:6], shape)
+    (other,) = pack_all(answers[1:7], shape)
+    moved = replace(whole, placements=(replace(whole.placements[0], start=1), *whole.placements[1:]))
+    for micro in (whole, again, other, moved):
+        plan.rows("actor", micro)
+    plan.whole("apply", 3)
+    assert [step.sequence for step in told] == list(range(5))
+    assert {step.kind for step in told[:4]} == {"actor"} and {step.shape for step in told[:4]} == {
+        f"8 x {ROW}"
+    }
+    assert told[0].digest == told[1].digest
+    assert len({step.digest for step in told[:4]}) == 3
+    assert told[4] == Step(4, "apply", "version 3")
+
+
+def test_what_is_missing_is_asked_within_a_bound() -> None:
+    def refuse(step: Step) -> None:
+        raise ControlError("trainer process 1 gave no sign of life")
+
+    assert Plan().missing(0.0) is None
+    assert Plan(lambda step: None).missing(5.0) is None
+    assert "trainer process 1" in str(Plan(refuse).missing(5.0))
+    answered = threading.Event()
+
+    def hang(step: Step) -> None:
+        answered.wait(5.0)
+
+    assert Plan(hang).missing(0.01) is None
+    answered.set()
 
 
 # ---------------------------------------------------------------------- who is who
