@@ -135,7 +135,8 @@ def start_controller(
             stderr=subprocess.STDOUT,
             pass_fds=(write_end,),
             start_new_session=True,
-            env=instance_environment(os.environ),
+            # A file of the user's that holds a loss beside the reward imports JAX: it must not take a device there.
+            env=instance_environment(os.environ) | {"JAX_PLATFORMS": "cpu"},
         )
     os.close(write_end)
     assert process.stdin is not None

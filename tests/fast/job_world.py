@@ -37,6 +37,7 @@ _FUNCTIONS = '''
 import os, sys, threading, time
 from streamrl_jax.train.loss import clipped_policy_loss
 
+main_job = os.getppid() if sys.argv[0].endswith("control/process.py") else os.getpid()
 sent, one_at_a_time = [], threading.Lock()
 
 
@@ -51,7 +52,7 @@ def signalling(prompt, text, generation, at, number, times=1):
     with one_at_a_time:
         if generation.sample_id.startswith(at) and sent.count((at, number)) < times:
             sent.append((at, number))
-            os.kill(os.getpid() if "jax" in sys.modules else os.getppid(), number)  # the main job
+            os.kill(main_job, number)
     return digits(prompt, text, generation)
 
 

@@ -31,13 +31,14 @@ STEPS, BATCHES = 4, 5
 
 _REWARD = """
 import os, sys
+main_job = os.getppid() if sys.argv[0].endswith("control/process.py") else os.getpid()
 sent = []
 
 
 def digits_of_some(prompt, text, generation, at="never", number=0):
     if generation.sample_id.startswith(at) and not sent:
         sent.append(number)
-        os.kill(os.getpid() if "jax" in sys.modules else os.getppid(), number)  # the main job
+        os.kill(main_job, number)
     teaches = int(prompt.token_ids.sum()) % 2
     return sum(character.isdigit() for character in text) / 8 if teaches else 0.0
 """
