@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.25
 _AGAIN_S: Final = 0.2
+_BEAT_S: Final = 1.0  # at least so often, also with a long lease: figures of the controller come with it
 _LAST_EVENTS_S: Final = 0.05  # gRPC still ends the tasks of its calls
 
 
@@ -155,7 +156,7 @@ class ControlClient:
     # ---------------------------------------------------------------- inside
 
     async def _beats(self, over: asyncio.Event) -> AsyncIterator[pb.AttachRequest]:
-        interval = self.peer.lease_s / 6
+        interval = min(self.peer.lease_s / 6, _BEAT_S)
         yield pb.AttachRequest(
             reader=self.peer.reader,
             world=self.peer.world,

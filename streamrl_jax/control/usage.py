@@ -45,6 +45,7 @@ class Meter:
     def __init__(self) -> None:
         self._before = Used()
         self._newest = Used()
+        self._share = 0.0
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
 
     def used(self, used: Used) -> None:
@@ -63,7 +64,9 @@ class Meter:
         span = self._newest.clock_s - self._before.clock_s
         if self._newest.rss_bytes:
             found["control/rss_bytes"] = float(self._newest.rss_bytes)
-            found["control/cpu_share"] = (self._newest.cpu_s - self._before.cpu_s) / span if span > 0 else 0.0
+            if span > 0:  # else nothing newer has come: the last share stands
+                self._share = (self._newest.cpu_s - self._before.cpu_s) / span
+            found["control/cpu_share"] = self._share
         latencies = [self._latencies.popleft() for _ in range(len(self._latencies))]
         if latencies:
             found["control/latency_ms/median"] = 1e3 * statistics.median(latencies)
