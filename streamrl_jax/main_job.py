@@ -24,8 +24,8 @@ from streamrl_jax.progress import ConsoleSink, Display
 from streamrl_jax.provenance import write_provenance
 from streamrl_jax.rundir import RunDir, create, look, reopen
 from streamrl_jax.samples_log import supersede
-from streamrl_jax.setup.devices import look_around, split_devices, trainer_environment
-from streamrl_jax.setup.distributed import failures_told, membership, met, own_share, spawned, tell
+from streamrl_jax.setup.devices import DeviceSplit, look_around, split_devices, trainer_environment
+from streamrl_jax.setup.distributed import Member, failures_told, membership, met, own_share, spawned, tell
 from streamrl_jax.setup.generation import open_generation
 from streamrl_jax.setup.inputs import NO_FUNCTIONS, Functions, Inputs, read_inputs
 from streamrl_jax.setup.jax_setup import prepare_jax
@@ -126,7 +126,6 @@ def train(
         return follow(cfg, member, functions)
     path = run_dir or Path(cfg.run.dir) / cfg.run.name
     split = split_devices(cfg, look_around(dict(os.environ)))
-    own = own_share(split.trainer, 0, cfg.trainer.distributed)
     inputs = read_inputs(cfg, functions)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal().listening())
@@ -135,37 +134,53 @@ def train(
         written = dump_config(cfg)
         opened = reopen(path, written) if resume else create(path, written, str(fork) if fork else "")
         home = stack.enter_context(opened)
-        display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
-        display.note(f"run directory: {home.path}")
-        for hint in hints(cfg):
-            display.note(f"note: {hint}")
-        stack.enter_context(spawned(cfg, home, member, split.trainer))
-        generation = stack.enter_context(open_generation(cfg, home, inputs, split, display, member.count))
-        if member.count > 1:
-            stack.enter_context(failures_told(generation.controller))
-            stack.enter_context(stop.relayed(generation.controller.stop))
-        prepare_jax(cfg, trainer_environment(cfg, replace(split, trainer=own)))
-        display.phase("meet", f"trainer: waiting for {member.count} trainer processes")
-        stack.enter_context(met(cfg, member, own))
-        display.done("meet")
-        from streamrl_jax.train.assemble import Edges, Leading, assembled
-        from streamrl_jax.train.checkpoint import Checkpointer
-        from streamrl_jax.train.checkpoint_meta import BEST_METRIC
+        return _lead(cfg, home, inputs, member, split, stop, stack, resume=resume)
 
-        keep = cfg.trainer.max_ckpt_to_keep
-        checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
-        restore = _restore_point(home, checkpointer, resume, stack)
-        tell(home, cfg, restore)
-        sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
-        _write_down(cfg, home, inputs)
-        trace = stack.enter_context(Trace(home.trace))
-        leading = Leading(generation, sink)
-        edges = Edges(generation.controller, checkpointer, display, trace, stop, leading)
-        try:
-            parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, restore))
-        except StopRequested as request:  # nothing is trained yet that a checkpoint could keep
-            return RunResult(home.path, restore.step if restore else 0, (), str(request))
-        return run_loop(parts, start, home, display)
+
+def _lead(
+    cfg: Config,
+    home: RunDir,
+    inputs: Inputs,
+    member: Member,
+    split: DeviceSplit,
+    stop: StopSignal,
+    stack: contextlib.ExitStack,
+    *,
+    resume: bool,
+) -> RunResult:
+    """A run as its first trainer process, mostly the only one, has it; see the module for the order."""
+    own = own_share(split.trainer, 0, cfg.trainer.distributed)
+    display = stack.enter_context(Display(cfg.run.name, cfg.trainer.total_training_steps))
+    display.note(f"run directory: {home.path}")
+    for hint in hints(cfg):
+        display.note(f"note: {hint}")
+    stack.enter_context(spawned(cfg, home, member, split.trainer))
+    generation = stack.enter_context(open_generation(cfg, home, inputs, split, display, member.count))
+    if member.count > 1:
+        stack.enter_context(failures_told(generation.controller))
+        stack.enter_context(stop.relayed(generation.controller.stop))
+        display.phase("meet", f"waiting for {member.count - 1} other trainer processes")
+    prepare_jax(cfg, trainer_environment(cfg, replace(split, trainer=own)))
+    stack.enter_context(met(cfg, member, own))
+    display.done("meet")
+    from streamrl_jax.train.assemble import Edges, Leading, assembled
+    from streamrl_jax.train.checkpoint import Checkpointer
+    from streamrl_jax.train.checkpoint_meta import BEST_METRIC
+
+    keep = cfg.trainer.max_ckpt_to_keep
+    checkpointer = stack.enter_context(Checkpointer(home.checkpoints, keep, BEST_METRIC))
+    restore = _restore_point(home, checkpointer, resume, stack)
+    tell(home, cfg, restore)
+    sink = stack.enter_context(_sinks(cfg, home, display, _last_step(restore) if resume else None))
+    _write_down(cfg, home, inputs)
+    trace = stack.enter_context(Trace(home.trace))
+    leading = Leading(generation, sink)
+    edges = Edges(generation.controller, checkpointer, display, trace, stop, leading)
+    try:
+        parts, start = stack.enter_context(assembled(cfg, home, inputs, edges, restore))
+    except StopRequested as request:  # nothing is trained yet that a checkpoint could keep
+        return RunResult(home.path, restore.step if restore else 0, (), str(request))
+    return run_loop(parts, start, home, display)
 
 
 def _check_spawned(cfg: Config, functions: Functions) -> None:

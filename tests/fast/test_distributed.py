@@ -53,6 +53,9 @@ from .tiny_training import ROW, samples
 
 STEPS = 5
 NOTICED_S = 30.0  # a killed process, by the others; most of it is compilation that had to end
+# Figures of a single token are differences of two log-probs, whose own last bit is worth 4.8e-7 between -4 and -8.
+OF_ONE_TOKEN = ("max", "min", "_p50", "_p99")
+SINGLE_TOKEN = 10 * 4.8e-7
 # Adam divides by the gradient's own size: a larger eps keeps a rounding of it from becoming a step.
 OPTIM = {"lr": 3e-3, "betas": [0.9, 0.99], "eps": 1e-3}
 
@@ -196,7 +199,8 @@ def test_losses_and_metrics_are_those_of_one_process(
     for line, metrics in zip(training_lines(run.path), alone[1], strict=True):
         for name, value in metrics.items():
             if name != "training/overlapped":  # a matter of time
-                assert line.number(name) == pytest.approx(value, rel=1e-6, abs=1e-6), (line.step, name)
+                bound = SINGLE_TOKEN if name.endswith(OF_ONE_TOKEN) else 1e-6
+                assert line.number(name) == pytest.approx(value, rel=1e-6, abs=bound), (line.step, name)
 
 
 def test_the_parameters_are_those_of_one_process_and_any_number_of_processes_reads_the_checkpoint(
