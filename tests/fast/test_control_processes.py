@@ -6,24 +6,26 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
 from streamrl_jax.gen.launch import LocalLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
+from streamrl_jax.types import Manifest, WeightSource
+from tests.chaos.harness import version_zero
 from tests.fast.control_world import (
     FENCE,
     SETTINGS,
     check_answer,
     decode,
     job,
-    manifest,
     reward_by_length,
-    source,
 )
 
 
@@ -40,7 +42,14 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     ]
 
 
-def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
+@pytest.fixture
+def weights() -> Iterator[tuple[Manifest, WeightSource]]:
+    """Version 0, in shared memory."""
+    with version_zero(FENCE) as found:
+        yield found
+
+
+def test_kill_and_stop_in_mid_batch(tmp_path: Path, weights: tuple[Manifest, WeightSource]) -> None:
     """One instance is killed, the other one stopped like a machine that hangs: 600 samples, each once."""
     specs = [
         InstanceSpec(name, EngineOptions("none", 512, max_num_seqs=4), lookahead=2, fence=FENCE)
@@ -54,7 +63,7 @@ def test_kill_and_stop_in_mid_batch(tmp_path: Path) -> None:
         controller.start()
         controller.wait_ready(60)
         assert len(processes_of(tmp_path)) == 4
-        controller.publish(manifest(0), source(0)).result(10)
+        controller.publish(*weights).result(10)
         controller.submit(job(0, count=150, n=4))
         samples = []
         for sample in controller.samples("train/0", 60):
