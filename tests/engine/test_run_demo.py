@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl_jax.config_io import load_config
 from streamrl_jax.data import load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
+from streamrl_jax.gen.guard import shared_segments
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.hf_directory import read_arch
@@ -31,6 +34,7 @@ from streamrl_jax.train.models import Model
 from streamrl_jax.types import InstanceState, Prompt, Sample, VersionRun
 from tests.engine.run_world import (
     CONFIGS,
+    GRACE_S,
     Command,
     blobs,
     consumed,
@@ -333,3 +337,13 @@ def test_eval_of_the_export_finds_what_the_run_found(demo: Demo, by_hand: ByHand
     expected = steps(demo.run_dir)[demo.last]["val/accuracy"]
     print(f"\naccuracy {accuracy:.4f}, the run's own {expected:.4f}")
     assert abs(accuracy - expected) < 1.5 / count  # greedy: one answer may hang on the last bit
+
+
+def test_an_instance_of_two_ranks_that_is_killed_leaves_no_shared_memory(by_hand: ByHand) -> None:
+    """kill -9 of all its processes at once; nobody launched it, but its own guard. Last: it ends the instance."""
+    (instance,) = psutil.Process(by_hand.command.pid).children()
+    segments = [Path(os.fsdecode(path)) for path in shared_segments(instance.pid)]
+    assert segments, "the ranks speak to each other through some"
+    os.killpg(instance.pid, signal.SIGKILL)
+    assert by_hand.command.wait(GRACE_S) == 128 + signal.SIGKILL
+    assert not any(path.exists() for path in segments)
