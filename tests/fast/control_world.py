@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from streamrl_jax.control.server import Serving
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen import net
 from streamrl_jax.gen.host import host_id
+from streamrl_jax.gen.launch import Launched, Launcher
 from streamrl_jax.gen.protocol import EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
@@ -306,3 +307,27 @@ def running(
             controller.close()
         finally:
             world.close()
+
+
+class JoinedLauncher:
+    """Hands each name to the launcher that knows it.
+
+    Args:
+        launchers: their names differ.
+    """
+
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self._by_name = {name: launcher for launcher in launchers for name in launcher.names}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All of them."""
+        return tuple(self._by_name)
+
+    async def start(self, name: str) -> Launched:
+        """Starts one, by the launcher that knows it."""
+        return await self._by_name[name].start(name)
+
+    def forget(self, name: str) -> None:
+        """Tells the launcher that knows it."""
+        self._by_name[name].forget(name)

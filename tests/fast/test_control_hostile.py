@@ -19,7 +19,6 @@ from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.client import InstanceClient, InstanceError
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.launch import StaticLauncher
-from streamrl_jax.gen.launch.joined import JoinedLauncher
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.types import (
     FinishReason,
@@ -34,7 +33,18 @@ from streamrl_jax.types import (
 )
 from tests.fakes import fake_logprob
 
-from .control_world import FENCE, SETTINGS, Run, World, decode, job, manifest, reward_by_length, source
+from .control_world import (
+    FENCE,
+    SETTINGS,
+    JoinedLauncher,
+    Run,
+    World,
+    decode,
+    job,
+    manifest,
+    reward_by_length,
+    source,
+)
 
 INFO = InstanceInfo("hostile", 4, 2, 512, 0, True, host_id(), "none")
 IDLE = InstanceStatus(InstanceState.IDLE, 0)
@@ -244,7 +254,7 @@ def test_what_comes_after_a_failure_is_told_of_it() -> None:
     try:
         controller.start()
         controller.wait_ready(10)
-        controller._loop.call_soon_threadsafe(controller._fail, ControlError("on purpose"))
+        controller._loop.call_soon_threadsafe(controller._core.fail, ControlError("on purpose"))
         with pytest.raises(ControlError, match="on purpose"):
             controller.submit(job(0))
         with pytest.raises(ControlError, match="on purpose"):

@@ -28,7 +28,6 @@ from streamrl_jax.control.controller import Controller
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.client import InstanceClient, InstanceError
 from streamrl_jax.gen.launch import StaticLauncher
-from streamrl_jax.gen.launch.joined import JoinedLauncher
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
@@ -46,7 +45,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine, fake_token
 
-from .control_world import FENCE, SETTINGS, World, decode, job, reward_by_length, source
+from .control_world import FENCE, SETTINGS, JoinedLauncher, World, decode, job, reward_by_length, source
 from .control_world import manifest as control_manifest
 from .mutations import RUN, manifest, mutate, requests, responses
 
