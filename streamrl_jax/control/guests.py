@@ -161,6 +161,8 @@ class Guests:
             raise UserError(
                 f"an instance called {guest.name!r} is in the pool already; give this one another --name"
             )
+        if self._pool.is_connected(guest.name) and old.guest.address != guest.address:
+            return  # it works: only its announcement broke off
         old.dismissed = True
         self._pool.dismiss(guest.name, "it was started anew")
 

@@ -106,6 +106,11 @@ class Instance:
         self._published.set()
 
     @property
+    def connected(self) -> bool:
+        """Whether its stream is open."""
+        return self._link is not None and self._link.connected
+
+    @property
     def serves(self) -> bool:
         """Whether it may be given work of its version."""
         return self.loaded and self._checked and not self.tenure.leaving

@@ -194,6 +194,10 @@ class Pool:
         """Whether an instance is loaded and connected."""
         return name in self._instances and self._instances[name].loaded
 
+    def is_connected(self, name: str) -> bool:
+        """Whether the stream of an instance is open at this moment."""
+        return name in self._instances and self._instances[name].connected
+
     def loaded(self) -> int:
         """How many are loaded and connected, and stay."""
         return sum(instance.loaded for instance in self._staying())

@@ -95,6 +95,10 @@ class Answers:
         """Finished answers that nobody has confirmed, oldest first."""
         return tuple(self._finished.values())
 
+    def has(self, sample_id: str, attempt: int) -> bool:
+        """Whether an answer is at work, or finished and not acknowledged."""
+        return (sample_id, attempt) in self._active or (sample_id, attempt) in self._finished
+
     def take(self, assignment: Assignment) -> bool:
         """Starts an answer.
 

@@ -61,7 +61,7 @@ async def _in_plain_text(address: str, access: Access) -> str:
 
 async def _with_tls(address: str, access: Access) -> str:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=access.ca.decode("ascii"))
+    context.load_verify_locations(cadata=access.ca.decode("ascii", "ignore"))
     context.set_alpn_protocols(["h2"])
     if access.certificate:
         _load_certificate(context, access)

@@ -97,10 +97,15 @@ class Announcer:
 
     async def _attend(self, address: str) -> str | None:
         """One announcement. Returns why the instance should end, or None: call again."""
+        try:  # in a thread: a name server may take its time
+            own = await asyncio.to_thread(advertised, self._myself.address, self._join.advertise, address)
+        except OSError as error:  # it may come back, as the controller may
+            log.info("the way to the controller at %s is not known: %s", address, error)
+            return None
         request = pb.AnnounceRequest(
             name=self._myself.name,
             life=self._life,
-            address=advertised(self._myself.address, self._join.advertise, address),
+            address=own,
             host=socket.gethostname(),
             slots=self._myself.slots,
             max_model_len=self._myself.max_model_len,

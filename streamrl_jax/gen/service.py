@@ -34,6 +34,7 @@ from streamrl_jax.gen.updates import Updates
 from streamrl_jax.proto import streamrl_pb2 as pb
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.types import (
+    Assignment,
     Fence,
     Generation,
     InstanceStatus,
@@ -260,23 +261,27 @@ class GenerationService(rpc.StreamGenerationServicer):
                 raise ValueError(f"the stream is open and {kind or 'an unknown message'} has no place in it")
 
     def _assign(self, message: pb.Assign, outbox: Outbox) -> None:
-        outbox.spend(message.sample_id, message.attempt)
+        named = message.sample_id[: codec.MAX_NAME]
+        outbox.spend(named, message.attempt)
         try:
             assignment = codec.assignment_from_proto(message)
         except ValueError as error:
             refused = RejectReason.INVALID, str(error)
         else:
-            refused = (
-                self._condition.not_up()
-                or self._full()
-                or refusal(
-                    assignment, self._engine.limits, self._engine.version, draining=self._condition.draining
-                )
-            )
+            refused = None if self._answers.has(named, message.attempt) else self._refused(assignment)
             if refused is None:
                 self._answers.take(assignment)
                 return
-        self._deliver(Rejection(message.sample_id[: codec.MAX_NAME], message.attempt, *refused))
+        self._deliver(Rejection(named, message.attempt, *refused))
+
+    def _refused(self, assignment: Assignment) -> tuple[RejectReason, str] | None:
+        """Why an assignment that is not here yet is not taken."""
+        condition, limits = self._condition, self._engine.limits
+        return (
+            condition.not_up()
+            or self._full()
+            or refusal(assignment, limits, self._engine.version, draining=condition.draining)
+        )
 
     def _full(self) -> tuple[RejectReason, str] | None:
         """Why nothing more is kept: a controller that opens streams again and again gets new credit each time."""

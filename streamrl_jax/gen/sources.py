@@ -16,11 +16,15 @@ from typing import Final
 from streamrl_jax.bridge.blob import blob_stem
 from streamrl_jax.bridge.pull import pull
 from streamrl_jax.errors import UserError
-from streamrl_jax.gen.access import Access, is_loopback, split_address
+from streamrl_jax.gen.access import Access, split_address
 from streamrl_jax.types import Manifest, WeightSource
 
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 
+_LOOPBACK_NAMES: Final = frozenset(
+    {"localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback"}
+)
+"""What systems call their loopback; any other name is for ``security.stores`` to allow."""
 _NUMBER: Final = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*", re.ASCII)
 
 
@@ -133,7 +137,7 @@ class Sources:
             raise SourceRefused(f"{what} is no host and port of a weight store")
         if self._stores and not any(fnmatchcase(host, pattern) for pattern in self._stores):
             raise SourceRefused(f"{what} is not among security.stores = {list(self._stores)}")
-        if is_loopback(host) or (number is not None and (number.is_loopback or number.is_unspecified)):
+        if _is_this_machine(host, number):
             if not local_caller:
                 raise SourceRefused(
                     f"{what} is on this machine, and the caller is not; set bridge.listen and bridge.advertise of the "
@@ -158,6 +162,13 @@ def local_peer(peer: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def _is_this_machine(host: str, number: ipaddress.IPv4Address | ipaddress.IPv6Address | None) -> bool:
+    if number is not None:
+        return number.is_loopback or number.is_unspecified
+    host = host.lower()
+    return host in _LOOPBACK_NAMES or host.endswith(".localhost")
 
 
 def _is_host_name(host: str) -> bool:

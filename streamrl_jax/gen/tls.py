@@ -171,10 +171,15 @@ def for_run(name: str, directory: Path) -> Material:
     """
     files = [directory / file for file in (CA_FILE, CERT_FILE, KEY_FILE)]
     if all(file.is_file() for file in files):
-        found = Material(*(file.read_bytes() for file in files))
-        lasts = found.ends - datetime.datetime.now(datetime.UTC)
-        if lasts > datetime.timedelta(days=DAYS) / 3:
-            return read(*map(str, files))
+        try:
+            found = Material(*(file.read_bytes() for file in files))
+            if found.ends - datetime.datetime.now(datetime.UTC) > datetime.timedelta(days=DAYS) / 3:
+                return read(*map(str, files))
+        except (OSError, ValueError, UserError) as error:
+            raise UserError(
+                f"the run's certificates in {directory} cannot be used: {error}. Remove that directory, and the run "
+                "makes new ones"
+            ) from error
     made = make(name)
     write(made, directory)
     return made

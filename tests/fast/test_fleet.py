@@ -98,6 +98,19 @@ def test_guests_are_called_as_they_wish_where_the_name_is_free() -> None:
     found.guest("node7-1", "127.0.0.1:7", "node7")
 
 
+def test_a_name_that_a_guest_has_chosen_is_given_to_no_other() -> None:
+    found = fleet([], {"endpoint-0": "127.0.0.1:5"})
+    found.guest("instance-2", "127.0.0.1:7", "node7")
+    found.guest("endpoint-1", "127.0.0.1:8", "node8")
+    assert [found.grow(), found.grow(), found.endpoint("127.0.0.1:9")] == [
+        "instance-3",
+        "instance-4",
+        "endpoint-2",
+    ]
+    assert asyncio.run(found.start("instance-2")).address == "127.0.0.1:7"
+    assert asyncio.run(found.start("endpoint-1")).address == "127.0.0.1:8"
+
+
 def test_what_cannot_be_added_is_refused_with_the_remedy() -> None:
     found = fleet([])
     with pytest.raises(UserError, match=r"no pool 'lon'; did you mean long\? the pools are instance, long"):

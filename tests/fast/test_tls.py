@@ -86,6 +86,7 @@ def test_two_sides_with_the_same_files_come_together(server: net.Access, client:
     ("server", "client", "told"),
     [
         (TLS, access(OTHER), r"signed by another authority.*security\.ca_file"),
+        (TLS, replace(access(OTHER), ca="# Autorità\n".encode() + OTHER.ca), r"signed by another authority"),
         (TLS, replace(TLS, name="streamrl-else"), r"another name than 'streamrl-else'.*security\.ca_file"),
         (access(EXPIRED), access(EXPIRED), r"not valid now \(certificate has expired\).*streamrl certs"),
         (TLS, PLAIN, r"the server speaks TLS and this side called in plain text; set security\.tls"),
@@ -207,6 +208,10 @@ def test_a_resumed_run_keeps_its_certificates_while_they_last(tmp_path: Path) ->
     tls.write(tls.make("streamrl-run", days=5), tmp_path)
     renewed = tls.for_run("streamrl-run", tmp_path)
     assert (renewed.ends - made.ends).days >= 0
+    for broken in ("cut off by a full disk", "-----BEGIN CERTIFICATE-----\nMII"):
+        (tmp_path / tls.CERT_FILE).write_text(broken)
+        with pytest.raises(UserError, match=r"Remove that directory, and the run makes new ones"):
+            tls.for_run("streamrl-run", tmp_path)
 
 
 def test_the_command_makes_what_run_and_instances_share(

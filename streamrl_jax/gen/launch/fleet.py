@@ -99,8 +99,9 @@ class Fleet:
         template = self._find(pool)
         taken = [spec.engine.device for spec in self._made.values()]
         entry = device or self._device(taken, template.spec.engine.tensor_parallel_size)
-        spec = template.instance(self._numbers[template.name], entry)
-        self._numbers[template.name] += 1
+        number, _ = self._free(template.name)
+        spec = template.instance(number, entry)
+        self._numbers[template.name] = number + 1
         self._made[spec.name] = spec
         self._maker.admit(spec)
         return spec.name
@@ -118,9 +119,9 @@ class Fleet:
             UserError: no address, in the pool already, or on another machine in plain text.
         """
         net.check_call(address, self._access)
-        name = f"{ENDPOINT}-{self._numbers[ENDPOINT]}"
+        number, name = self._free(ENDPOINT)
         self._elsewhere.admit(name, address)
-        self._numbers[ENDPOINT] += 1
+        self._numbers[ENDPOINT] = number + 1
         return name
 
     def guest(self, name: str, address: str, host: str) -> None:
@@ -156,6 +157,13 @@ class Fleet:
         if name in self._guests:
             return Place(self._guests[name], joined=True)
         return Place(net.split_address(self._elsewhere.address(name))[0])
+
+    def _free(self, prefix: str) -> tuple[int, str]:
+        """The next number of a pool, and its name: one that dialled in may have chosen it already."""
+        number = self._numbers[prefix]
+        while f"{prefix}-{number}" in self._elsewhere.names:
+            number += 1
+        return number, f"{prefix}-{number}"
 
     def _find(self, pool: str) -> PoolTemplate:
         name = pool or next(iter(self._pools))
