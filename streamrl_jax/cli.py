@@ -103,8 +103,11 @@ def _dispatch(argv: list[str]) -> int:
     name, rest = split_command(argv)
     command = COMMANDS.get(name)
     if command is None:
+        group = [full for full in COMMANDS if full.startswith(f"{name} ")]
+        if group and rest and rest[0] not in ("-h", "--help"):
+            name = f"{name} {rest[0]}"
         raise UserError(
-            f"There is no command {name!r}; the commands are {', '.join(COMMANDS)} (streamrl --help)."
+            f"There is no command {name!r}; the commands are {', '.join(group or COMMANDS)} (streamrl --help)."
         )
     return command.run(_parse(name, command, rest))
 

@@ -238,7 +238,7 @@ class Display:
             phases = [phase.line(now) for phase in self._state.phases.values()]
             views, steps = self._state.instances, list(self._state.steps)
         parts: list[RenderableType] = [self._step_table(steps, now)] if steps else []
-        parts += [Text(_instance_line(view), style="dim") for view in views]
+        parts += [Text(line, style="dim") for line in _others(views, phases)]
         parts += [Text(f"… {line}", style="cyan") for line in phases]
         return Group(*parts)
 
@@ -282,7 +282,7 @@ class Display:
             for key, phase in fresh.items():
                 self._state.phases[key] = replace(phase, announced=phase.text)
             waiting = [phase.line(now) for phase in self._state.phases.values()]
-            waiting += [_instance_line(view) for view in self._state.instances] if waiting else []
+            waiting += _others(self._state.instances, waiting) if waiting else []
             silent = now - self._last_line >= self._quiet_s
         for phase in fresh.values():
             self._say(phase.text)
@@ -330,7 +330,17 @@ def _plain_row(cells: Iterable[str]) -> str:
     return "  ".join(f"{cell:>{max(len(name), 7)}}" for name, cell in zip(_COLUMNS, cells, strict=True))
 
 
+def _others(views: Sequence[InstanceView], phases: Sequence[str]) -> list[str]:
+    """A line for each instance that no phase tells of already."""
+    return [
+        _instance_line(view)
+        for view in views
+        if not any(phase.startswith(f"{view.name}: ") for phase in phases)
+    ]
+
+
 def _instance_line(view: InstanceView) -> str:
     restarts = f", {view.restarts} restarts" if view.restarts else ""
     load = f"{view.running} running, {view.waiting} waiting, {view.tokens_per_s:,.0f} tokens/s"
-    return f"{view.name}: {view.state.value}, version {view.version}, {load}{restarts}"
+    version = f"version {view.version}" if view.version >= 0 else "no weights yet"
+    return f"{view.name}: {view.state.value}, {version}, {load}{restarts}"

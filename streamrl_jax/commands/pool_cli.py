@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
+
+
+def _count(text: str) -> int:
+    """How many instances: a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number of instances; give 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """A time to wait, which ends."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is no time in seconds; give 0 or more")
+    return seconds
 
 
 def _run_dir(parser: ArgumentParser) -> None:
@@ -27,7 +45,7 @@ def show(arguments: Namespace) -> int:
 def add_options(parser: ArgumentParser) -> None:
     """Adds the options of `streamrl pool add`."""
     _run_dir(parser)
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="how many; default: 1")
+    parser.add_argument("--count", type=_count, default=0, metavar="N", help="how many; default: 1")
     parser.add_argument(
         "--devices",
         action="append",
@@ -64,7 +82,7 @@ def drain_options(parser: ArgumentParser) -> None:
         "--now", action="store_true", help="hand out again what they hold, instead of waiting for it"
     )
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long until they have left"
+        "--wait", type=_seconds, default=0.0, metavar="SECONDS", help="wait so long until they have left"
     )
 
 

@@ -120,9 +120,10 @@ class ControlClient:
                     async for reply in call:
                         self._take(reply)
                 except grpc.aio.AioRpcError as error:
-                    log.warning(
-                        "the line to the controller broke: %s: %s", error.code().name, error.details()
-                    )
+                    if not self._closing:
+                        log.warning(
+                            "the line to the controller broke: %s: %s", error.code().name, error.details()
+                        )
                 finally:
                     over.set()
                     call.cancel()
@@ -130,9 +131,13 @@ class ControlClient:
         finally:
             watching.cancel()
 
+    def leave(self) -> None:
+        """The controller is told to end, or is left: that the line breaks is no fault from now on."""
+        self._closing = True
+
     async def end(self) -> None:
         """Ends all streams; what is pending fails."""
-        self._closing = True
+        self.leave()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -312,6 +312,7 @@ class RemoteController:
     def _leave(self) -> None:
         for read in (self.pool, self.counters, self.sizes):
             read()
+        self._connected().leave()
         self._wait(self._unary("Close", pb.Ask(reader=self.reader), _BOOKS_S, again=False), _BOOKS_S)
 
     def _situation(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,10 @@ def _found(path: Path, patience_s: float) -> RunDir:
         UserError: It was not made in time, or is something else.
     """
     end = time.monotonic() + patience_s
+    if not path.exists():
+        print(
+            f"waiting for a run in {path}, at most {patience_s:g} s (--patience)", file=sys.stderr, flush=True
+        )
     while not path.exists() and time.monotonic() < end:
         time.sleep(_LOOK_S)
     return look(path)

@@ -108,6 +108,7 @@ def test_a_killed_trainer_and_a_killed_instance(world: Path) -> None:
     os.kill(min(alive(run_dir)), signal.SIGKILL)
     said = second.end()
     assert second.process.returncode == 0, said[-3000:]
+    assert "WARNING" not in said, "a run that ends in order warns of nothing"
     check_consumed(run_dir)
     assert left_behind(run_dir) == []
 

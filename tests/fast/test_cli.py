@@ -134,6 +134,11 @@ def test_files_overrides_and_options_may_stand_in_any_order(
     ("arguments", "message"),
     [
         (["trian", "base.toml"], "There is no command 'trian'; the commands are train, gen"),
+        (["pool"], "There is no command 'pool'; the commands are pool list, pool add, pool drain .streamrl"),
+        (
+            ["pool", "lst", "r"],
+            "There is no command 'pool lst'; the commands are pool list, pool add, pool drain",
+        ),
         (["train", "base.toml", "--lr", "3"], "does not know --lr; .*did you mean actor.optim.lr"),
         (
             ["train", "base.toml", "lr=3"],

@@ -23,6 +23,7 @@ from streamrl_jax.config_io import dump_config
 from streamrl_jax.control.admin import add_pool_admin
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.events import ControlEvent, EventKind
+from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net
 from streamrl_jax.gen.join import Announcer, Myself, advertised
 from streamrl_jax.gen.launch.fleet import Fleet
@@ -212,6 +213,25 @@ def test_what_cannot_be_done_is_said_in_a_sentence(home: Path, capsys: pytest.Ca
             assert scene.cli(*command) == 2
             assert expected in capsys.readouterr().err
         assert scene.names() == ["instance-0"]
+
+
+def test_numbers_that_are_none_are_refused_before_anything_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count in ("-3", "0", "two"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["pool", "add", str(tmp_path), f"--count={count}"])
+        assert "is no number of instances; give 1 or more" in capsys.readouterr().err
+    for seconds in ("-4", "inf", "nan", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["pool", "drain", str(tmp_path), "instance-0", f"--wait={seconds}"])
+        assert "is no time in seconds; give 0 or more" in capsys.readouterr().err
+
+
+def test_an_instance_says_which_run_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        joining(str(tmp_path / "later"), [], [], Secrets(), patience_s=0.0)
+    assert f"waiting for a run in {tmp_path / 'later'}, at most 0 s" in capsys.readouterr().err
 
 
 def test_an_endpoint_joins_by_its_address(home: Path) -> None:

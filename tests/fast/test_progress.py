@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -121,6 +122,19 @@ def test_the_row_of_a_step_comes_from_its_metrics() -> None:
     log = PlainLog()
     ConsoleSink(log.display).write(record(3, 0.0, metrics))
     assert log.lines()[-1].split()[-9:] == ["3", "0.500", "0.900", "4.0", "100", "1.00", "25%", "-", "2.0"]
+
+
+def test_an_instance_that_starts_is_told_once() -> None:
+    log = PlainLog()
+    fresh = replace(
+        VIEW, name="instance-1", state=InstanceState.LOADING, version=-1, running=0, waiting=0, restarts=0
+    )
+    log.display.event(ControlEvent(EventKind.PHASE, "instance-0", "importing vllm"))
+    log.display.instances([VIEW, replace(fresh, tokens_per_s=0.0)])
+    log.pass_s(6)
+    assert log.lines()[-1].partition("… ")[2] == (
+        "instance-0: importing vllm, 6 s; instance-1: loading, no weights yet, 0 running, 0 waiting, 0 tokens/s"
+    )
 
 
 def test_what_the_controller_reports_is_told() -> None:
