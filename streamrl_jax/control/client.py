@@ -13,11 +13,13 @@ from typing import Any, Final
 
 import grpc
 
-from streamrl_jax.control.codec import error_from_proto, event_from_proto
+from streamrl_jax.control.codec import error_from_proto, event_from_proto, used_from_proto
 from streamrl_jax.control.events import ControlEvent
 from streamrl_jax.control.faults import ControlError
-from streamrl_jax.control.usage import Meter, Used
-from streamrl_jax.control.wayin import WayIn
+from streamrl_jax.control.fencing import fence_metadata
+from streamrl_jax.control.outbox import Failed
+from streamrl_jax.control.usage import Meter
+from streamrl_jax.control.wayin import FINAL_CODES, WayIn
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.proto import control_pb2 as pb
@@ -78,8 +80,8 @@ class ControlClient:
 
     Call order: ``run`` as a task, from then on anything; ``end`` last.
 
-    Invariant: when the controller is silent for its lease, or its process ends, ``on_lost`` is called once, and every
-    pending publication fails.
+    Invariant: when the controller is silent for its lease, its process ends, it refuses this process, or anything here
+    fails, ``on_lost`` is called once, and every pending publication fails.
 
     Attributes:
         peer: whom it talks to.
@@ -100,7 +102,7 @@ class ControlClient:
     def __post_init__(self) -> None:
         self._channel = net.open_channel(self.peer.address, self.peer.access)
         self.stub: Any = rpc.RunControlStub(self._channel)
-        self.metadata = self.peer.access.metadata
+        self.metadata = (*self.peer.access.metadata, *fence_metadata(self.peer.fence))
         self._heard = time.monotonic()
         self._seen = 0
         self._closing = False
@@ -112,6 +114,7 @@ class ControlClient:
     async def run(self) -> None:
         """Attaches, and watches the controller."""
         watching = asyncio.create_task(self._watch())
+        watching.add_done_callback(self._watched)
         try:
             while not self._lost:
                 over = asyncio.Event()
@@ -119,8 +122,12 @@ class ControlClient:
                 try:
                     async for reply in call:
                         self._take(reply)
+                except ValueError as error:
+                    self._lose(f"the controller sent a message that is none: {error}")
                 except grpc.aio.AioRpcError as error:
-                    if not self._closing:
+                    if error.code() in FINAL_CODES:
+                        self._lose(f"the controller refuses this process: {error.details()}")
+                    elif not self._closing:
                         log.warning(
                             "the line to the controller broke: %s: %s", error.code().name, error.details()
                         )
@@ -156,7 +163,13 @@ class ControlClient:
         way.shift_s = self._shift_s
         task = asyncio.get_running_loop().create_task(way.run())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                way.inbox.put(Failed(error))
+
+        task.add_done_callback(ended)
 
     # ---------------------------------------------------------------- inside
 
@@ -180,7 +193,7 @@ class ControlClient:
     def _take(self, reply: pb.AttachReply) -> None:
         self._heard = time.monotonic()
         if reply.HasField("beat"):
-            self.meter.used(Used(reply.beat.clock_s, reply.beat.cpu_s, reply.beat.rss_bytes))
+            self.meter.used(used_from_proto(reply.beat))
             # Clocks of one host are one; another host's is set by the quickest message, which this is about.
             same = reply.beat.host_id.partition(":")[0] == self._host.partition(":")[0]
             self._shift_s = 0.0 if same else self._heard - reply.beat.clock_s
@@ -213,8 +226,9 @@ class ControlClient:
         else:
             reports = [codec.report_from_proto(row.instance, row.response) for row in message.reports]
             published.done.set_result(reports)
-        for version in [v for v, each in self.published.items() if each.released and each.done.done()]:
-            del self.published[version]
+        for version, each in list(self.published.items()):  # the publisher's thread adds to it
+            if each.released and each.done.done():
+                del self.published[version]
 
     async def _watch(self) -> None:
         looked = time.monotonic()
@@ -233,6 +247,17 @@ class ControlClient:
                     f"(control.lease_s = {self.peer.lease_s:g})"
                 )
 
+    def _watched(self, task: asyncio.Task[None]) -> None:
+        """The watch ends when the controller is lost; should it fail itself, nobody would notice that any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.break_off(error)
+
+    def break_off(self, error: BaseException) -> None:
+        """Something here failed: the controller is as good as lost."""
+        self._lost = True
+        self._fail_pending(error)
+        self.on_lost(error)
+
     def _lose(self, what: str) -> None:
         if self._lost or self._closing:
             return
@@ -243,6 +268,6 @@ class ControlClient:
         self.on_lost(error)
 
     def _fail_pending(self, error: BaseException) -> None:
-        for published in self.published.values():
+        for published in list(self.published.values()):
             if not published.done.done():
                 published.done.set_exception(error)

@@ -13,6 +13,7 @@ from streamrl_jax.control.events import Activity, ControlEvent, EventKind, Insta
 from streamrl_jax.control.faults import ControlError, ControllerFault, RewardError
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.plan import Step
+from streamrl_jax.control.usage import Used
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.codec import wire
@@ -24,6 +25,8 @@ PIECE_BYTES: Final = 1 << 20
 """Prompts, or samples, of one message; a single larger one is a message of its own."""
 
 _LARGEST: Final = net.MAX_MESSAGE_BYTES - (1 << 16)
+_LONGEST_DIGEST: Final = 64  # bytes
+_PRIORITIES: Final = (1 << 31) - 1  # folded with the iteration into 64 bits
 _PER_SAMPLE: Final = 400  # bytes beside the arrays, about
 
 
@@ -150,6 +153,9 @@ class JobPieces:
             if not message.HasField("job"):
                 raise ValueError("submit.job is missing in the first piece")
             self.head, self.reader = message.job, message.reader
+        elif message.HasField("job") or self.whole:
+            raise ValueError("submit: a piece follows the last one, or names a second job")
+        wire.count("submit.prompts", len(self.prompts) + len(message.prompts))
         for row in message.prompts:
             ids = wire.ids_from_bytes("prompt.token_ids", row.token_ids)
             columns = columns_from_json(row.columns)
@@ -168,16 +174,26 @@ class JobPieces:
         job = Job(
             job_id=wire.name("submit.job.job_id", head.job_id),
             prompts=self.prompts,
-            n=head.n,
+            n=wire.count("submit.job.n", head.n, low=1),
             sampling=codec.sampling_from_proto(head.sampling),
-            iteration=head.iteration,
+            iteration=wire.version("submit.job.iteration", head.iteration),
             min_version=wire.version("submit.job.min_version", head.min_version),
-            priority=head.priority,
+            priority=wire.count("submit.job.priority", head.priority, _PRIORITIES, low=-_PRIORITIES),
             evaluation=head.evaluation,
             probe=head.probe,
-            pinned=head.pinned,
+            pinned=wire.name("submit.job.pinned", head.pinned, empty=True),
         )
-        return job, head.into
+        return job, wire.name("submit.job.into", head.into, empty=True)
+
+    def digest(self) -> bytes:
+        """What the sender says that the job's contents come to.
+
+        Raises:
+            ValueError: pieces are missing, or it is none.
+        """
+        if self.head is None:
+            raise ValueError("submit: there is no piece")
+        return _digest("submit.job.digest", self.head.digest)
 
 
 # ---------------------------------------------------------------- samples
@@ -211,14 +227,14 @@ def sample_from_proto(message: pb.RunSample, prompts: Mapping[str, Prompt], shif
     generation = codec.generation_from_proto(message.generation)
     return Sample(
         sample_id=generation.sample_id,
-        iteration=message.iteration,
+        iteration=wire.version("sample.iteration", message.iteration),
         prompt=wire.lookup("sample.prompt_id", prompts, message.prompt_id),
-        group_index=message.group_index,
+        group_index=wire.count("sample.group_index", message.group_index),
         generation=generation,
         reward=message.reward,
         reward_extras=dict(message.reward_extras),
-        arrived_s=message.arrived_s + shift_s,
-        rewarded_s=message.rewarded_s + shift_s,
+        arrived_s=wire.seconds("sample.arrived_s", message.arrived_s) + shift_s,
+        rewarded_s=wire.seconds("sample.rewarded_s", message.rewarded_s) + shift_s,
     )
 
 
@@ -235,7 +251,7 @@ def event_to_proto(event: ControlEvent) -> pb.ControlEvent:
     return pb.ControlEvent(
         kind=event.kind,
         instance=event.instance,
-        text=event.text,
+        text=wire.cut(event.text),
         version=event.version,
         count=event.count,
         seconds=event.seconds,
@@ -243,14 +259,31 @@ def event_to_proto(event: ControlEvent) -> pb.ControlEvent:
 
 
 def event_from_proto(message: pb.ControlEvent) -> ControlEvent:
-    """Reads an event."""
+    """Reads an event.
+
+    Raises:
+        ValueError: names the field.
+    """
     return ControlEvent(
-        EventKind(message.kind),
-        message.instance,
-        message.text,
-        message.version,
-        message.count,
-        message.seconds,
+        wire.lookup("event.kind", _KINDS, message.kind),
+        wire.name("event.instance", message.instance, empty=True),
+        wire.text("event.text", message.text),
+        wire.version("event.version", message.version),
+        wire.count("event.count", message.count),
+        wire.seconds("event.seconds", message.seconds),
+    )
+
+
+def used_from_proto(message: pb.Beat) -> Used:
+    """Reads what the controller's process has used.
+
+    Raises:
+        ValueError: names the field.
+    """
+    return Used(
+        wire.seconds("beat.clock_s", message.clock_s),
+        wire.seconds("beat.cpu_s", message.cpu_s),
+        wire.count("beat.rss_bytes", message.rss_bytes, wire.MAX_BYTES),
     )
 
 
@@ -273,20 +306,29 @@ def view_to_proto(view: InstanceView) -> pb.InstanceRow:
 
 
 def view_from_proto(message: pb.InstanceRow) -> InstanceView:
-    """Reads a view of an instance."""
+    """Reads a view of an instance.
+
+    Raises:
+        ValueError: names the field.
+    """
     return InstanceView(
-        name=message.name,
-        address=message.address,
-        state=InstanceState(message.state),
-        version=message.version,
-        held=message.held,
-        running=message.running,
-        waiting=message.waiting,
-        tokens_per_s=message.tokens_per_s,
-        tokens=message.tokens,
-        restarts=message.restarts,
-        seconds={Activity(name): seconds for name, seconds in message.seconds.items()},
-        slots=message.slots,
+        name=wire.name("instance.name", message.name),
+        address=wire.name("instance.address", message.address, empty=True),
+        state=wire.lookup("instance.state", _STATES, message.state),
+        version=wire.version("instance.version", message.version),
+        held=wire.count("instance.held", message.held),
+        running=wire.count("instance.running", message.running),
+        waiting=wire.count("instance.waiting", message.waiting),
+        tokens_per_s=wire.finite("instance.tokens_per_s", message.tokens_per_s, 0.0),
+        tokens=wire.count("instance.tokens", message.tokens, wire.MAX_TOTAL),
+        restarts=wire.count("instance.restarts", message.restarts),
+        seconds={
+            wire.lookup("instance.seconds", _ACTIVITIES, name): wire.seconds(
+                f"instance.seconds[{name}]", spent
+            )
+            for name, spent in message.seconds.items()
+        },
+        slots=wire.count("instance.slots", message.slots),
     )
 
 
@@ -298,5 +340,25 @@ def step_to_proto(reader: int, step: Step) -> pb.AcknowledgeRequest:
 
 
 def step_from_proto(message: pb.AcknowledgeRequest) -> Step:
-    """Reads a step of the plan."""
-    return Step(message.sequence, message.kind, message.shape, message.digest)
+    """Reads a step of the plan.
+
+    Raises:
+        ValueError: names the field.
+    """
+    return Step(
+        wire.count("step.sequence", message.sequence, wire.MAX_TOTAL),
+        wire.name("step.kind", message.kind),
+        wire.text("step.shape", message.shape),
+        _digest("step.digest", message.digest),
+    )
+
+
+def _digest(field: str, value: bytes) -> bytes:
+    if len(value) > _LONGEST_DIGEST:
+        raise ValueError(f"{field} has {len(value)} bytes; at most {_LONGEST_DIGEST} are taken")
+    return value
+
+
+_KINDS: Final = {kind.value: kind for kind in EventKind}
+_STATES: Final = {state.value: state for state in InstanceState}
+_ACTIVITIES: Final = {activity.value: activity for activity in Activity}

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from streamrl_jax.control.faults import ControlError
 from streamrl_jax.types import Sample
 
 
@@ -140,6 +141,15 @@ class Outbox:
             return Failed(self._failure)
         return None
 
+    def check(self, reader: int, position: int) -> None:
+        """Raises `ControlError` where a reader cannot begin at ``position``: it has more, or less, than it says."""
+        least, most = self._taken[reader], self._first + len(self._entries)
+        if not least <= position <= most:
+            raise ControlError(
+                f"trainer process {reader} asks for the samples of {self.job_id} from {position} on; it has taken "
+                f"{least} of the {most} that are there"
+            )
+
     def take(self, reader: int, position: int) -> None:
         """Notes that a reader has everything before ``position``."""
         self._taken[reader] = max(self._taken[reader], min(position, self._first + len(self._entries)))
@@ -185,11 +195,15 @@ class Reading:
         position: where to begin.
         window: samples that may be under way.
         deliver: takes what comes, on the loop.
+
+    Raises:
+        ControlError: the reader cannot be at this position.
     """
 
     def __init__(
         self, outbox: Outbox, reader: int, position: int, window: int, deliver: Callable[[Delivery], None]
     ) -> None:
+        outbox.check(reader, position)
         self._outbox = outbox
         self._reader = reader
         self._position = position
@@ -201,7 +215,16 @@ class Reading:
         outbox.attach(self)
 
     def taken(self, position: int, waits: bool) -> None:
-        """The reader has everything before ``position``; ``waits``: and wants more, or to hear that there is none."""
+        """The reader has everything before ``position``; ``waits``: and wants more, or to hear that there is none.
+
+        Raises:
+            ControlError: it was not given so much.
+        """
+        if position > self._position:
+            raise ControlError(
+                f"trainer process {self._reader} says that it has {position} samples of {self._outbox.job_id}; it was "
+                f"given {self._position}"
+            )
         self._taken = max(self._taken, position)
         self._waits = waits
         self._outbox.take(self._reader, position)

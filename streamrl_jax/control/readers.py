@@ -22,19 +22,28 @@ class Readers:
     """
 
     def __init__(self, world: int, lease_s: float, plan_timeout_s: float) -> None:
+        self._world = world
         self._plan = Plan(world)
         self._lease_s = lease_s
         self._timeout_s = plan_timeout_s
         self._heard: dict[int, float] = {}
+        self._left: set[int] = set()
         self._going: dict[int, asyncio.Future[None]] = {}  # by step
         self._failure: BaseException | None = None
 
+    def known(self, reader: int) -> None:
+        """Raises `ControlError` where there is no such reader."""
+        if not 0 <= reader < self._world:
+            raise ControlError(f"there is no trainer process {reader}; the run has {self._world} of them")
+
     def beat(self, reader: int) -> None:
-        """A reader gave a sign of life."""
-        self._heard[reader] = time.monotonic()
+        """A reader gave a sign of life; one that has left may give a last one, and is not expected to go on."""
+        if reader not in self._left:
+            self._heard[reader] = time.monotonic()
 
     def left(self, reader: int) -> None:
         """A reader ended in good order; it is not expected any more."""
+        self._left.add(reader)
         self._heard.pop(reader, None)
 
     async def acknowledge(self, reader: int, step: Step) -> None:
@@ -66,7 +75,9 @@ class Readers:
 
     def forgive(self) -> None:
         """Holds the time until now against nobody."""
-        self._heard = dict.fromkeys(self._heard, time.monotonic())
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._heard, now)
+        self._plan.forgive(now)
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in whoever waits for the others, now and later."""

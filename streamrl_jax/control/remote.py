@@ -158,8 +158,7 @@ class RemoteController:
 
     def stop(self, reason: str) -> None:
         """Asks for a stop at one place for all readers. Returns at once."""
-        request = pb.TextRequest(reader=self.reader, text=reason)
-        asyncio.run_coroutine_threadsafe(self._unary("StopAll", request, _ASK_S), self._loop)
+        self._say("StopAll", pb.TextRequest(reader=self.reader, text=reason))
 
     def pool(self) -> tuple[InstanceView, ...]:
         """How each instance stands."""
@@ -182,8 +181,7 @@ class RemoteController:
         if self._closed:
             return
         self._loop.call_soon_threadsafe(self._lose, error)
-        failure = pb.FailRequest(reader=self.reader, failure=codec.error_to_proto(error))
-        asyncio.run_coroutine_threadsafe(self._unary("Fail", failure, _ASK_S), self._loop)
+        self._say("Fail", pb.FailRequest(reader=self.reader, failure=codec.error_to_proto(error)))
 
     def close(self) -> None:
         """Ends the controller (the leader) or leaves it, and everything here.
@@ -207,7 +205,7 @@ class RemoteController:
         if self._thread.is_alive():
             raise ControlError("the line to the controller did not end within its bound")
         if self._client is not None:
-            for published in self._client.published.values():
+            for published in list(self._client.published.values()):
                 published.let_go()
 
     # ---------------------------------------------------------------- on the loop
@@ -223,6 +221,11 @@ class RemoteController:
     async def _connect(self) -> None:
         self._client = ControlClient(self._peer, self._on_event, self._lose, self._failed, self._meter)
         self._line = asyncio.create_task(self._client.run())
+        self._line.add_done_callback(self._line_ended)
+
+    def _line_ended(self, line: asyncio.Task[None]) -> None:
+        if self._client is not None and not line.cancelled() and (error := line.exception()) is not None:
+            self._client.break_off(error)
 
     async def _shut(self) -> None:
         if self._client is not None:
@@ -234,7 +237,7 @@ class RemoteController:
         """Nothing more will come; the first reason counts."""
         if self._lost is None:
             self._lost = error
-            for way in self._connected().ways.values():
+            for way in list(self._connected().ways.values()):  # the trainer's thread changes it
                 way.inbox.put(Failed(error))
             self._failed(error)
 
@@ -273,6 +276,18 @@ class RemoteController:
     def _call(self, name: str, request: Any, timeout_s: float = _ASK_S, again: bool = True) -> Any:
         return self._wait(self._unary(name, request, timeout_s, again), timeout_s + _ASK_S)
 
+    def _say(self, name: str, request: Any) -> None:
+        """A call whose answer nobody waits for. Where it does not come through, the controller is lost."""
+
+        def said(future: Future[Any]) -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._lose, error)
+
+        asyncio.run_coroutine_threadsafe(self._unary(name, request, _ASK_S), self._loop).add_done_callback(
+            said
+        )
+
     def _wait(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         """Waits for work on the loop, for as long as the controller lives; raises the error of a reply."""
         if self._closed or not self._thread.is_alive():
@@ -306,7 +321,11 @@ class RemoteController:
         """A question about the books; after the end it is answered as they were then."""
         if self._closed and name in self._books:
             return self._books[name]
-        self._books[name] = read(self._call(name, pb.Ask(reader=self.reader)))
+        reply = self._call(name, pb.Ask(reader=self.reader))
+        try:
+            self._books[name] = read(reply)
+        except ValueError as error:
+            raise ControlError(f"the controller's answer to {name} is none: {error}") from error
         return self._books[name]
 
     def _leave(self) -> None:

@@ -19,6 +19,19 @@ from streamrl_jax.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
+FINAL_CODES: Final = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""Answers of a controller that are the same at the next attempt."""
+
 _AGAIN_S: Final = 0.2  # between two attempts to open the stream
 _TELL_EVERY: Final = 16  # samples: how far the controller's picture of what was taken lags behind
 
@@ -28,6 +41,9 @@ class WayIn:
 
     Call order: ``run`` once, as a task; ``taken`` as the trainer goes; ``grow``, in any thread, for each job that is
     added. ``run`` ends with the last delivery, or when it is cancelled.
+
+    Invariant: what goes into the inbox has no gap, and its end comes behind the last sample; a controller that sends
+    otherwise ends the run.
 
     Args:
         stub: of the service `RunControl`.
@@ -56,6 +72,7 @@ class WayIn:
         self._prompts: dict[str, Prompt] = {}
         self._size = 0
         self._told = (0, False)  # (taken, waits), the newest
+        self._at = 0  # everything before it was sent to here
         self._changed = asyncio.Event()
         self._grown = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,7 +112,15 @@ class WayIn:
                         self.inbox.put(last)
                         return
                     await self._deliver(reply)
+            except ValueError as error:
+                what = f"the controller sent something else than samples of {self._job_id}: {error}"
+                self.inbox.put(Failed(ControlError(what)))
+                return
             except grpc.aio.AioRpcError as error:
+                if error.code() in FINAL_CODES:
+                    what = f"the controller refuses to send samples of {self._job_id}: {error.details()}"
+                    self.inbox.put(Failed(ControlError(what)))
+                    return
                 log.warning("the samples of %s broke off: %s", self._job_id, error.details())
             finally:
                 over.append(True)
@@ -124,11 +149,18 @@ class WayIn:
                 return End()  # the stream broke between the end and its being read
             return Failed(error)
         if reply.end:
+            if self._at != self._size:
+                raise ValueError(f"the end comes behind sample {self._at} of {self._size}")
             return End()
         return Stop(reply.stop) if reply.stop else None
 
     async def _deliver(self, reply: pb.SamplesReply) -> None:
         """Hands samples over. One whose prompt another reader was quicker to add waits until this one adds it too."""
+        if reply.position > self._at or reply.next < reply.position + len(reply.samples):
+            raise ValueError(
+                f"samples {reply.position} to {reply.next}, {len(reply.samples)} of them, follow sample {self._at}"
+            )
+        self._at = max(self._at, reply.next)
         position, samples = reply.position, list[Sample]()
         for message in reply.samples:
             while message.prompt_id not in self._prompts:
@@ -136,12 +168,7 @@ class WayIn:
                 self._put(position, samples, position + len(samples))
                 position, samples = position + len(samples), []
                 await self._grown.wait()
-            try:
-                samples.append(sample_from_proto(message, self._prompts, self.shift_s))
-            except ValueError as error:
-                what = f"the controller sent a sample of {self._job_id} that is none: {error}"
-                self.inbox.put(Failed(ControlError(what)))
-                return
+            samples.append(sample_from_proto(message, self._prompts, self.shift_s))
         self._put(position, samples, reply.next)
 
     def _put(self, position: int, samples: list[Sample], then: int) -> None:

@@ -93,9 +93,9 @@ def is_pollers(error: object) -> bool:
     return False
 
 
-def make_server(access: Access) -> grpc.aio.Server:
-    """A server with bounded messages, metadata and calls that asks for the token, if there is one."""
-    interceptors = (TokenInterceptor(access.token),) if access.token else ()
+def make_server(access: Access, *further: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
+    """A server with bounded messages, metadata and calls that asks for the token, if there is one, then ``further``."""
+    interceptors = ((TokenInterceptor(access.token),) if access.token else ()) + further
     return grpc.aio.server(
         interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
     )
