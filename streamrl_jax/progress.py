@@ -228,6 +228,9 @@ class Display:
             self.done(key)
             self.note(f"{event.instance} is ready")
         elif event.kind in _NOTES:
+            if event.kind is EventKind.GONE:  # nobody waits for it any more
+                with self._lock:
+                    self._state.phases.pop(key, None)
             self.note(_NOTES[event.kind].format(event=event))
 
     # --- rendering ------------------------------------------------------------------------------------------

@@ -137,6 +137,14 @@ def test_an_instance_that_starts_is_told_once() -> None:
     )
 
 
+def test_one_that_has_left_is_waited_for_no_more() -> None:
+    log = PlainLog()
+    log.display.event(ControlEvent(EventKind.PHASE, "instance-1", "no answer yet"))
+    log.display.event(ControlEvent(EventKind.GONE, "instance-1", "it was drained"))
+    log.pass_s(20)
+    assert [line[10:] for line in log.lines()] == ["instance-1 has left the pool: it was drained"]
+
+
 def test_what_the_controller_reports_is_told() -> None:
     log = PlainLog()
     log.display.event(ControlEvent(EventKind.PHASE, "instance-1", "importing vllm"))
