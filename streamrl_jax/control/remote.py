@@ -198,6 +198,8 @@ class RemoteController:
                     self._leave()
         finally:
             self._closed = True
+            if self._client is not None:
+                self._client.leave()
             self._end()
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
