@@ -27,10 +27,11 @@ from streamrl_jax.bridge.manifest import Target, check_targets, pack, read_tenso
 from streamrl_jax.bridge.publish import Publisher
 from streamrl_jax.config import AlgorithmSection, Config, DataSection
 from streamrl_jax.control.events import EventKind
-from streamrl_jax.control.partials import resumable
+from streamrl_jax.control.partials import ending, resumable
 from streamrl_jax.data import load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.admission import sampling_fault
 from streamrl_jax.gen.codec import assignment_from_proto, assignment_to_proto
 from streamrl_jax.gen.translate import sampled_logprobs
@@ -494,7 +495,7 @@ def test_case_14_one_number_tells_both_sides(tmp_path: Path) -> None:
     assert added.vocab_limit(masked=True) == tokenizer.vocab_size + 1
     for masked in (True, False):
         cfg = config(rollout={"mask_padded_vocab": masked})
-        spec = standalone_spec(cfg, directory, "127.0.0.1:7001")
+        spec = standalone_spec(cfg, directory, "127.0.0.1:7001", AccessFiles())
         assert spec.engine.vocab_limit == tokenizer.vocab_limit(masked=masked)
     exact = Tokenizer.load(write_toy_checkpoint(tmp_path / "toy", seed=0))
     assert exact.vocab_limit(masked=True) is None
@@ -662,24 +663,35 @@ def test_case_19_an_eos_that_is_also_padding_is_trained_on(tmp_path: Path) -> No
     assert micro.rows.segment_ids[0].tolist() == [1] * 6 + [0] * 10
 
 
-@pytest.mark.parametrize(("told", "kept"), [(3, 3), (8, 7)])
-def test_case_20_a_resumed_answer_stays_within_the_limit(told: int, kept: int) -> None:
-    """Of 8 tokens; also one that was complete already, of which only the end was not heard."""
-    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,))
-    known = Partial(
-        np.arange(1, told + 1, dtype=np.int32), np.full(told, -1.0, np.float32), (VersionRun(0, told),)
+def beginning(tokens: int) -> Partial:
+    return Partial(
+        np.arange(1, tokens + 1, dtype=np.int32), np.full(tokens, -1.0, np.float32), (VersionRun(0, tokens),)
     )
-    left = resumable(known, sampling)
-    assert left is not None and len(left.token_ids) == kept
+
+
+@pytest.mark.parametrize("told", [1, 3, 7])
+def test_case_20_a_resumed_answer_stays_within_the_limit(told: int) -> None:
+    """Of 8 tokens: what an instance may add is the rest of the limit."""
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,))
+    assert ending(beginning(told), sampling) is None
+    left = resumable(beginning(told), min_version=0)
+    assert left is not None
     given = Assignment("s", 1, np.array([5], np.int32), sampling, resumed=left)
-    sent = assignment_to_proto(given)
-    received = assignment_from_proto(sent)
-    assert received.resumed is not None
-    # What an instance may add is the rest of the limit (`translate.sampling_parameters`, tested on vLLM).
-    assert received.sampling.longest - len(received.resumed.token_ids) == 8 - kept > 0
+    received = assignment_from_proto(assignment_to_proto(given))
+    assert received.resumed is not None and len(received.resumed.token_ids) == told
+    # `translate.sampling_parameters` takes the same difference, tested on vLLM.
+    assert received.sampling.longest - len(received.resumed.token_ids) == 8 - told > 0
+
+
+def test_case_20_an_answer_of_which_only_the_end_was_not_heard_is_not_drawn_on() -> None:
+    """All 8 tokens are there: it is finished as it is, and an instance would refuse to go on with it."""
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,))
+    end = ending(beginning(8), sampling)
+    assert end is not None and end[1] is FinishReason.LENGTH
+    np.testing.assert_array_equal(end[0].token_ids, np.arange(1, 9))
+    given = Assignment("s", 1, np.array([5], np.int32), sampling, resumed=beginning(8))
     with pytest.raises(ValueError, match="leaves none"):
-        full = Partial(np.zeros(8, np.int32), np.zeros(8, np.float32), (VersionRun(0, 8),))
-        assignment_from_proto(assignment_to_proto(replace(given, resumed=full)))
+        assignment_from_proto(assignment_to_proto(given))
 
 
 def test_case_20_the_finish_reason_is_kept_and_no_answer_passes_the_limit() -> None:
