@@ -306,6 +306,8 @@ def test_nothing_is_met_beyond_loopback_by_accident() -> None:
         ({"processes": 2, "process_id": 2, "coordinator_address": "a:1"}, "numbered from 0"),
         ({"processes": 2}, "without coordinator_address"),
         ({"spawn": True}, "set processes to 2 or more"),
+        ({"processes": 2, "coordinator_address": "node-a"}, "'node-a' is no host:port; give those of process 0"),
+        ({"processes": 2, "coordinator_address": "node-a:0"}, "is no host:port"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(fields: dict[str, Any], fault: str) -> None:
