@@ -50,7 +50,7 @@ class DistributedSection(Section):
         host, _, port = self.coordinator_address.rpartition(":")
         if self.coordinator_address and not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError(
-                f"trainer.distributed.coordinator_address = {self.coordinator_address!r} is no host:port; give those of "
-                "process 0, such as node-a:50060"
+                f"trainer.distributed.coordinator_address = {self.coordinator_address!r} is no host:port; give those "
+                "of process 0, such as node-a:50060"
             )
         return self

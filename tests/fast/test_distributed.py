@@ -306,7 +306,7 @@ def test_nothing_is_met_beyond_loopback_by_accident() -> None:
         ({"processes": 2, "process_id": 2, "coordinator_address": "a:1"}, "numbered from 0"),
         ({"processes": 2}, "without coordinator_address"),
         ({"spawn": True}, "set processes to 2 or more"),
-        ({"processes": 2, "coordinator_address": "node-a"}, "'node-a' is no host:port; give those of process 0"),
+        ({"processes": 2, "coordinator_address": "node-a"}, "'node-a' is no host:port"),
         ({"processes": 2, "coordinator_address": "node-a:0"}, "is no host:port"),
     ],
 )
