@@ -191,9 +191,9 @@ def check_is_run(path: Path) -> None:
     if (path / _RECORD).is_file():
         return
     if path.exists():
-        raise UserError(
-            f"{path} is not a run directory: it holds no {_RECORD}. Name one that `streamrl train` made."
-        )
+        within = sorted(str(entry.parent) for entry in path.glob(f"*/{_RECORD}"))[:5]
+        remedy = f"Did you mean {' or '.join(within)}?" if within else "Name one that `streamrl train` made."
+        raise UserError(f"{path} is not a run directory: it holds no {_RECORD}. {remedy}")
     runs = {entry.parent.name: entry.parent for entry in path.parent.glob(f"*/{_RECORD}")}
     near = difflib.get_close_matches(path.name, runs, n=3, cutoff=0.4) or sorted(runs)[:5]
     remedy = (

@@ -120,6 +120,8 @@ def test_a_missing_run_names_the_near_ones(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=r"other is not a run directory: it holds no run\.json"):
         rundir.look(tmp_path / "other")
+    with pytest.raises(UserError, match=rf"holds no run\.json\. Did you mean {tmp_path}/demo\?"):
+        rundir.look(tmp_path)  # as the folder of a demo, which holds its run
     with pytest.raises(UserError, match="no run is in"):
         rundir.look(tmp_path / "other" / "x")
 
