@@ -29,6 +29,7 @@ from streamrl_jax.control.remote import RemoteController
 from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen import net
+from streamrl_jax.gen.whereabouts import CONTROL_FILE
 from streamrl_jax.interrupt import StopRequested, StopSignal
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
@@ -134,7 +135,7 @@ def _reached(cfg: Config, home: RunDir, member: Member) -> Iterator[RemoteContro
 
 
 def _found(home: RunDir, timeout_s: float) -> dict[str, Any]:
-    path = home.path / "control.json"
+    path = home.path / CONTROL_FILE
     end = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(FileNotFoundError):

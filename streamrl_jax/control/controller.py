@@ -181,7 +181,11 @@ class Controller:
             Exception: whatever ended the run on the controller's side.
         """
         inbox, report = self._inbox(job_id), self._reports[job_id]
-        yield from inbox.drain(timeout_s, report, lambda: self._ask(self._core.pool.situation))
+        try:
+            yield from inbox.drain(timeout_s, report, lambda: self._ask(self._core.pool.situation))
+        except Exception:
+            self._watchdog.heed()
+            raise
         self._inboxes.pop(job_id, None)
         self._reports.pop(job_id, None)
 
@@ -213,7 +217,11 @@ class Controller:
         """
         if self.world > 1:
             going = asyncio.run_coroutine_threadsafe(self._core.acknowledge(self.reader, step), self._loop)
-            going.result(self._settings.plan_timeout_s + _ASK_S)
+            try:
+                going.result(self._settings.plan_timeout_s + _ASK_S)
+            except Exception:
+                self._watchdog.heed()
+                raise
 
     def stop(self, reason: str) -> None:
         """Has ``samples`` (or ``wait_ready``) raise `StopRequested`, at one place for all readers. Returns at once."""
@@ -243,6 +251,7 @@ class Controller:
 
     def fail(self, error: BaseException) -> None:
         """Ends the run from outside (a version could not be written, say): every wait raises the error."""
+        self._watchdog.heed()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._core.fail, error)
         else:
@@ -319,8 +328,13 @@ class Controller:
 
         self._loop.call_soon_threadsafe(run)
         for _ in range(int(_ASK_S / TICK_S)):
-            with contextlib.suppress(concurrent.futures.TimeoutError):
+            try:
                 return answer.result(TICK_S)
+            except concurrent.futures.TimeoutError:
+                pass
+            except Exception:
+                self._watchdog.heed()
+                raise
             if not self._thread.is_alive() and not answer.done():
                 raise ControlError("the controller was closed")
         raise ControlError(f"the controller's loop did not answer within {_ASK_S:g} s")

@@ -30,7 +30,7 @@ from streamrl_jax.control.work import Work
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch import Launcher
 from streamrl_jax.interrupt import StopRequested
-from streamrl_jax.types import Fence, Prompt, Sample, Sampling, UpdateReport
+from streamrl_jax.types import NO_VERSION, Fence, Prompt, Sample, Sampling, UpdateReport
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class ControllerCore:
         self._once = Once(settings.readers)
         self._ways: dict[str, Outbox] = {}
         self._probes: list[Job] = []
+        self._probed = NO_VERSION  # what the leader has asked for
+        self._ending = False
         self._told_ready = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._when_failed: list[Callable[[BaseException], None]] = []
@@ -99,11 +101,12 @@ class ControllerCore:
         self.spawn(self._tick(), name="tick")
 
     async def end(self) -> None:
-        """Ends all tasks; each instance ends its process group."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Ends all tasks; each instance ends its process group. From here on nothing is taken on."""
+        self._ending = True
+        while tasks := list(self._tasks):  # one that dials in meanwhile is ended too
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(_LAST_EVENTS_S)
         self.fail(ControlError("the controller was closed"))
         self.pool.shelf.clear()
@@ -133,9 +136,15 @@ class ControllerCore:
             told(self.failure)
 
     def check(self) -> None:
-        """Raises what ended the run, if anything did."""
+        """Raises what ended the run, if anything did.
+
+        Raises:
+            ControlError: it is being ended.
+        """
         if self.failure is not None:
             raise self.failure
+        if self._ending:
+            raise ControlError("the controller is being closed: the run is over")
 
     # ---------------------------------------------------------------- work
 
@@ -232,10 +241,15 @@ class ControllerCore:
     ) -> tuple[str, ...]:
         """Submits one job for each instance that serves ``version``, pinned to it, before all other work.
 
+        The leader's call decides which instances these are: it has waited until they have the version. The others ask
+        when it ``probed``.
+
         Returns:
-            Their ids; for every reader those that the first one was told.
+            Their ids; for every reader those that the leader was told.
         """
         self.check()
+        if reader == 0:
+            self._probed = version
         if self._once.first(f"probe of version {version}", reader, digest):
             self._probes = [
                 Job(f"probe/{version}/{name}", prompts, 1, sampling, version, version, PROBE_PRIORITY,
@@ -246,6 +260,15 @@ class ControllerCore:
                 self.work.submit(job, self._open_way(job.job_id))
             self.pool.pump()
         return tuple(job.job_id for job in self._probes)
+
+    def probed(self, version: int) -> bool:
+        """Whether the leader has asked for the probe of ``version``.
+
+        Raises:
+            Exception: what ended the run.
+        """
+        self.check()
+        return self._probed >= version
 
     def publish(self, publication: Publication, done: Future[list[UpdateReport]]) -> None:
         """Brings a version to every instance; ``done`` gets a report of each."""
@@ -289,6 +312,7 @@ class ControllerCore:
                 self._rewards.check()
                 self.readers.check()
             else:  # this process itself was stopped: nobody else is to blame
+                self._rewards.forgive()
                 self.readers.forgive()
             due = time.monotonic() + TICK_S
 

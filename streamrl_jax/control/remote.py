@@ -144,7 +144,9 @@ class RemoteController:
         """Asks every instance that serves ``version`` the same prompts."""
         asked = Job(f"probe/{version}", prompts, 1, sampling, version, version, probe=True)
         digest = codec.probe_digest(version, prompts, sampling)
-        reply = self._wait(self._send("Probe", asked, "", digest), _ASK_S)
+        # Only the leader knows when the instances have the version; the others are answered after it.
+        bound = _ASK_S + (self._settings.longest_update_s if self.reader else 0.0)
+        reply = self._wait(self._send("Probe", asked, "", digest, bound), bound)
         for job_id in reply.job_ids:
             self._connected().follow(job_id, prompts, 1)
         return tuple(reply.job_ids)
@@ -178,6 +180,7 @@ class RemoteController:
 
     def fail(self, error: BaseException) -> None:
         """Ends the run from outside: every wait raises the error itself."""
+        self._watchdog.heed()
         if self._closed:
             return
         self._loop.call_soon_threadsafe(self._lose, error)
@@ -259,13 +262,12 @@ class RemoteController:
                     raise ControlError(f"the controller did not answer {name}: {_words(error)}") from error
                 await asyncio.sleep(_TICK_S)
 
-    async def _send(self, name: str, job: Job, into: str, digest: bytes = b"") -> Any:
+    async def _send(self, name: str, job: Job, into: str, digest: bytes = b"", timeout_s: float = 0.0) -> Any:
         client = self._connected()
         pieces = codec.job_to_proto(self.reader, job, into, digest=digest)
         try:
-            call = getattr(client.stub, name)(
-                metadata=client.metadata, timeout=self._settings.update_timeout_s
-            )
+            bound = timeout_s or self._settings.update_timeout_s
+            call = getattr(client.stub, name)(metadata=client.metadata, timeout=bound)
             for piece in pieces:
                 await call.write(piece)
             await call.done_writing()

@@ -63,6 +63,7 @@ class RewardWorkers:
         self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
         self._board = board
         self._closing = False
+        self._forgiven = 0.0  # no call is held to the time before
         self._back: Handover[tuple[_Call, RewardResult | BaseException]] | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
@@ -95,11 +96,15 @@ class RewardWorkers:
         """Raises `RewardError` when a call runs for longer than its bound."""
         now = time.monotonic()
         for since, call in list(self._running.values()):
-            if now - since > self._timeout_s:
+            if now - max(since, self._forgiven) > self._timeout_s:
                 raise RewardError(
                     f"the reward function did not return within {self._timeout_s:g} s (reward.timeout_s) for "
                     f"{_name(call)}; put a bound into the function, or raise reward.timeout_s"
                 )
+
+    def forgive(self) -> None:
+        """Counts the calls that run from now on: this process was stopped, and they with it."""
+        self._forgiven = time.monotonic()
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads; what is queued is not computed any more.

@@ -130,12 +130,14 @@ class RunControlService(rpc.RunControlServicer):
     async def Probe(
         self, request_iterator: AsyncIterator[pb.SubmitRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ProbeReply:
-        """Asks every instance that serves a version the same prompts."""
+        """Asks every instance that serves a version the same prompts, when the leader has asked for it."""
 
         async def probe() -> pb.ProbeReply:
             pieces = await _pieces(request_iterator)
             self._core.readers.known(pieces.reader)
             job, _ = pieces.job()
+            while pieces.reader != 0 and not self._core.probed(job.min_version):
+                await asyncio.sleep(_LOOK_S)
             found = self._core.probe(
                 job.min_version, job.prompts, job.sampling, pieces.reader, pieces.digest()
             )

@@ -58,6 +58,11 @@ class ControlSettings:
         )
 
     @property
+    def longest_update_s(self) -> float:
+        """Bound on an update with the wait for what runs before it."""
+        return self.drain_timeout_s + self.update_timeout_s
+
+    @property
     def lease(self) -> LeaseBounds:
         """The bounds of an instance's lease."""
         return LeaseBounds(

@@ -77,7 +77,7 @@ async def push(
         InstanceLost: the instance must be started anew.
         UserError: another run holds the instance.
     """
-    end = time.monotonic() + settings.drain_timeout_s + settings.update_timeout_s
+    end = time.monotonic() + settings.longest_update_s
     while True:
         try:
             report = await client.update(

@@ -18,7 +18,10 @@ HUNG_EXIT_CODE: Final = 3
 class Watchdog:
     """Ends this process if its main thread does not come back within a grace after the run has failed.
 
-    Call order: ``arm`` when the run has failed; ``heed`` whenever the main thread is told so, or closes.
+    The thread that makes this is the main thread, which trains; others (the display's, the publisher's) may be told of
+    the failure as well, and say nothing about where that one is.
+
+    Call order: ``arm`` when the run has failed; ``heed`` whenever a thread is told so, or closes.
 
     Args:
         grace_s: bound.
@@ -28,6 +31,7 @@ class Watchdog:
     def __init__(self, grace_s: float, end: Callable[[int], None] = os._exit) -> None:
         self._grace_s = grace_s
         self._end = end
+        self._main = threading.current_thread()
         self._heeded = threading.Event()
         self._armed = threading.Lock()
 
@@ -37,8 +41,9 @@ class Watchdog:
             threading.Thread(target=self._wait, args=(error,), name="watchdog", daemon=True).start()
 
     def heed(self) -> None:
-        """The main thread is not in a collective."""
-        self._heeded.set()
+        """The main thread is not in a collective, if it is the one that says so."""
+        if threading.current_thread() is self._main:
+            self._heeded.set()
 
     def _wait(self, error: BaseException) -> None:
         if self._heeded.wait(self._grace_s):

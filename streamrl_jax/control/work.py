@@ -143,14 +143,20 @@ class Work:
     def progress(self, fence: Fence, progress: Progress, instance: str) -> Verdict:
         """Keeps the beginning of an answer; what is a whole answer already is taken as finished.
 
+        Returns:
+            `Verdict.DUPLICATE`, uncounted, for a repetition.
+
         Raises:
             InstanceLost: it is longer than was asked for.
             ControlError: it is whole, and holds tokens of too old a version.
         """
         verdict = self.ledger.judge(fence, progress.sample_id, progress.attempt, instance)
+        before = self._partials.get(progress.sample_id)
         if verdict is not Verdict.ACCEPTED:
             self.ledger.drop(verdict)
-        elif (known := extend(self._partials.get(progress.sample_id), progress)) is not None:
+        elif before is not None and progress.offset + len(progress.token_ids) <= len(before.token_ids):
+            return Verdict.DUPLICATE  # it repeats what is known, which proves no work
+        elif (known := extend(before, progress)) is not None:
             sampling = self._open[progress.sample_id].job.sampling
             if len(known.token_ids) > sampling.longest:
                 raise InstanceLost(

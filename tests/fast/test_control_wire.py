@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,21 +18,26 @@ import pytest
 from streamrl_jax.control.client import Peer
 from streamrl_jax.control.codec import sample_to_proto
 from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.core import ControllerCore
 from streamrl_jax.control.events import ControlEvent
-from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.faults import ControlError, RewardError
 from streamrl_jax.control.fencing import FenceInterceptor, fence_metadata
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.readers import Readers
 from streamrl_jax.control.remote import RemoteController
+from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.server import Serving, write_control_file
+from streamrl_jax.control.watchdog import HUNG_EXIT_CODE, Watchdog
 from streamrl_jax.gen import net
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.proto import control_pb2_grpc as rpc
-from streamrl_jax.types import Fence, FinishReason, Generation, Sample, VersionRun
+from streamrl_jax.rewards import RewardResult
+from streamrl_jax.types import Fence, FinishReason, Generation, Prompt, Sample, VersionRun
 from tests.fakes import FakeEngine
 
 from .control_world import (
     FENCE,
+    SAMPLING,
     SETTINGS,
     World,
     decode,
@@ -156,6 +162,58 @@ def test_a_torn_message_is_told_by_its_field_and_changes_nothing() -> None:
         assert found[0] == found[1] and len(found[0]) == 16
 
 
+def test_the_others_probe_what_the_leader_has_found_served() -> None:
+    """The leader waits until the instances have a version; another process, which cannot know, is quicker to ask."""
+    with leader_of_two() as leader, reached(leader.address) as other, ThreadPoolExecutor(1) as thread:
+        theirs = thread.submit(other.probe, 1, prompts(2), SAMPLING)
+        time.sleep(0.2)
+        assert not theirs.done()
+        leader.publish(manifest(1), source(1)).result(10)
+        assert leader.probe(1, prompts(2), SAMPLING) == theirs.result(5) == ("probe/1/a",)
+        found = [[s.sample_id for s in c.samples("probe/1/a", 5)] for c in (leader, other)]
+        assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_nothing_is_taken_on_while_the_controller_ends() -> None:
+    """An instance that is added then would be left behind."""
+    world = World(("a",), lambda name, life: FakeEngine(slots=8))
+    core = None
+
+    async def scene() -> None:
+        nonlocal core
+        rewards = RewardWorkers(reward_by_length, decode, 5, 1)
+        core = ControllerCore(SETTINGS, FENCE, world, rewards, lambda event: None)
+        core.begin()
+        while not core.ready(1):
+            await asyncio.sleep(0.01)
+        ending = asyncio.create_task(core.end())
+        await asyncio.sleep(0)
+        core.pool.add("late", founding=False)  # as one that dials in does
+        with pytest.raises(ControlError, match="is being closed"):
+            core.check()
+        await ending
+
+    try:
+        asyncio.run(scene())
+        assert all(life.stopped for lives in world.lives.values() for life in lives)
+        assert "late" not in world.lives or world.now("late").stopped
+    finally:
+        world.close()
+
+
+def test_only_the_main_thread_says_that_it_came_back() -> None:
+    """The display's thread asks for the pool each second, and is told of the failure too."""
+    codes: list[int] = []
+    watchdog = Watchdog(0.05, codes.append)
+    watchdog.arm(ControlError("the controller's process has ended"))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(watchdog.heed).result()
+    end = time.monotonic() + 5
+    while not codes and time.monotonic() < end:
+        time.sleep(0.01)
+    assert codes == [HUNG_EXIT_CODE]
+
+
 def test_a_process_that_has_left_is_not_missed_for_a_last_beat() -> None:
     readers = Readers(2, lease_s=0.0, plan_timeout_s=10)
     readers.beat(1)
@@ -176,6 +234,32 @@ def test_nobody_is_blamed_for_the_time_in_which_the_controller_stood_still() -> 
         with pytest.raises(ControlError, match="trainer process 1 has not been at any step"):
             readers.check()
         waiting.cancel()
+
+    asyncio.run(scene())
+
+
+def test_a_reward_is_not_blamed_for_that_time_either() -> None:
+    release = threading.Event()
+
+    def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        release.wait(10)
+        return RewardResult(0.0)
+
+    async def scene() -> None:
+        rewards = RewardWorkers(waits, decode, 0.2, 1)
+        rewards.start()
+        rewards.attach()
+        ids = np.asarray([5], np.int32)
+        answer = Generation("x", 0, ids, np.zeros(1, np.float32), (VersionRun(0, 1),), FinishReason.STOP, "a")
+        rewards.order(prompts(1)[0], answer, lambda outcome: None)
+        time.sleep(0.3)
+        rewards.forgive()
+        rewards.check()
+        time.sleep(0.3)
+        with pytest.raises(RewardError, match="did not return within"):
+            rewards.check()
+        release.set()
+        rewards.close(1.0)
 
     asyncio.run(scene())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -184,3 +186,18 @@ def test_progress_past_the_limit_costs_the_instance() -> None:
     jobs.take(ROOMS)
     with pytest.raises(InstanceLost, match="has passed the 8 tokens"):
         jobs.progress(LIFE, piece(0, [5] * 9), "a")
+
+
+def test_tokens_that_are_known_already_are_no_sign_of_work() -> None:
+    """An instance that repeats itself for ever would never be found dead."""
+    jobs = work()
+    jobs.submit(Job("train/3", [PROMPT], 1, Sampling(1.0, 8, (0,), seed=1), 3, 3))
+    ((_, assignment),) = jobs.take(ROOMS)
+    ids, logprobs = np.asarray([5, 6], np.int32), np.zeros(2, np.float32)
+    first = Progress(assignment.sample_id, 0, 0, ids, logprobs, (VersionRun(3, 2),))
+    assert jobs.progress(LIFE, first, "a") is Verdict.ACCEPTED
+    assert jobs.progress(LIFE, first, "a") is Verdict.DUPLICATE
+    assert jobs.progress(LIFE, replace(first, offset=1), "a") is Verdict.ACCEPTED
+    assert jobs.progress(LIFE, replace(first, offset=7), "a") is Verdict.ACCEPTED, (
+        "a gap: new, though of no use"
+    )
