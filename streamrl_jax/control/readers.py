@@ -68,9 +68,10 @@ class Readers:
             raise ControlError(late)
         for reader, heard in self._heard.items():
             if now - heard > self._lease_s:
+                log = f"logs/trainer-{reader}.log of the run directory" if reader else "what it printed"
                 raise ControlError(
                     f"trainer process {reader} gave no sign of life for {now - heard:.0f} s (control.lease_s = "
-                    f"{self._lease_s:g}); look at its log, then go on with --resume"
+                    f"{self._lease_s:g}); look at {log}, then go on with --resume"
                 )
 
     def forgive(self) -> None:

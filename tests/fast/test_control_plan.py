@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.plan import Plan, Step
+from streamrl_jax.control.readers import Readers
 
 STEP = Step(0, "grad", "rows 4, length 128", b"\x01" * 16)
 
@@ -89,3 +90,16 @@ def _never() -> Plan:
     plan = Plan(2)
     plan.acknowledge(0, STEP, 0.0)
     return plan
+
+
+def test_a_silent_process_is_named_with_where_its_words_are() -> None:
+    readers = Readers(2, lease_s=0.0, plan_timeout_s=60.0)
+    readers.beat(1)
+    with pytest.raises(
+        ControlError, match=r"process 1 gave no sign of life .* look at logs/trainer-1\.log of"
+    ):
+        readers.check()
+    readers.left(1)
+    readers.beat(0)
+    with pytest.raises(ControlError, match=r"process 0 gave no sign of life .* look at what it printed"):
+        readers.check()
