@@ -33,7 +33,10 @@ FINAL_CODES: Final = frozenset(
 """Answers of a controller that are the same at the next attempt."""
 
 _AGAIN_S: Final = 0.2  # between two attempts to open the stream
-_TELL_EVERY: Final = 16  # samples: how far the controller's picture of what was taken lags behind
+# How far the controller's picture of what was taken lags behind: its buffer is bounded by what it knows of, and a
+# message a sample would cost it as much as the sample.
+_TELL_EVERY: Final = 16  # samples
+_TELL_S: Final = 0.005  # once the trainer waits
 
 
 class WayIn:
@@ -71,7 +74,9 @@ class WayIn:
         self._job_id = job_id
         self._prompts: dict[str, Prompt] = {}
         self._size = 0
-        self._told = (0, False)  # (taken, waits), the newest
+        self._news = (0, False)  # (taken, waits), the newest
+        self._told = 0  # taken, as the controller knows it
+        self._soon: asyncio.TimerHandle | None = None
         self._at = 0  # everything before it was sent to here
         self._changed = asyncio.Event()
         self._grown = asyncio.Event()
@@ -94,10 +99,15 @@ class WayIn:
 
     def taken(self, position: int, waits: bool) -> None:
         """The trainer has everything before ``position``; ``waits``: and wants more."""
-        before = self._told
-        self._told = (position, waits)
-        if waits or position - before[0] >= _TELL_EVERY or position % _TELL_EVERY == 0:
+        self._news = (position, waits)
+        if position - self._told >= _TELL_EVERY or (waits and position >= self._size):
             self._changed.set()
+        elif waits and self._soon is None and self._loop is not None:
+            self._soon = self._loop.call_later(_TELL_S, self._tell)
+
+    def _tell(self) -> None:
+        self._soon = None
+        self._changed.set()
 
     async def run(self) -> None:
         """Receives until the end."""
@@ -137,15 +147,15 @@ class WayIn:
             if over:
                 return
             self._changed.clear()
-            taken, waits = self._told
-            yield pb.SamplesRequest(reader=self._reader, job_id=job_id, taken=taken, waits=waits)
+            self._told, waits = self._news
+            yield pb.SamplesRequest(reader=self._reader, job_id=job_id, taken=self._told, waits=waits)
             job_id = ""
 
     def _last(self, reply: pb.SamplesReply) -> End | Stop | Failed | None:
         """What ends the stream in good order, if this is it."""
         if reply.HasField("error"):
             error = error_from_proto(reply.error)
-            if isinstance(error, ControlError) and self._told == (self._size, True):
+            if isinstance(error, ControlError) and self._news == (self._size, True):
                 return End()  # the stream broke between the end and its being read
             return Failed(error)
         if reply.end:
