@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from streamrl_jax import __version__
-from streamrl_jax.commands import gen_cli, pool_cli
+from streamrl_jax.commands import bench_cli, gen_cli, pool_cli
 from streamrl_jax.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from streamrl_jax.interrupt import StopRequested, parted_badly
 
@@ -351,54 +351,6 @@ def _doctor(arguments: Namespace) -> int:
     return doctor.main(arguments.gen_python)
 
 
-def _bench_packing_options(parser: ArgumentParser) -> None:
-    from streamrl_jax.bench.packing import add_options
-
-    add_options(parser)
-
-
-def _bench_packing(arguments: Namespace) -> int:
-    from streamrl_jax.bench.packing import run
-
-    return run(arguments)
-
-
-def _bench_learning_options(parser: ArgumentParser) -> None:
-    from streamrl_jax.bench.learning import add_options
-
-    add_options(parser)
-
-
-def _bench_learning(arguments: Namespace) -> int:
-    from streamrl_jax.bench.learning import run
-
-    return run(arguments)
-
-
-def _bench_stream_options(parser: ArgumentParser) -> None:
-    from streamrl_jax.bench.stream import add_options
-
-    add_options(parser)
-
-
-def _bench_stream(arguments: Namespace) -> int:
-    from streamrl_jax.bench.stream import run
-
-    return run(arguments)
-
-
-def _bench_tls_options(parser: ArgumentParser) -> None:
-    from streamrl_jax.bench.encryption import add_options
-
-    add_options(parser)
-
-
-def _bench_tls(arguments: Namespace) -> int:
-    from streamrl_jax.bench.encryption import run
-
-    return run(arguments)
-
-
 def _load(arguments: Namespace) -> Config:
     """The configuration of a command that needs one."""
     from streamrl_jax.config_io import load_config
@@ -429,19 +381,17 @@ COMMANDS: Final[Mapping[str, Command]] = {
     ),
     "doctor": Command("is this machine fit for a run, and if not, what to do", _doctor_options, _doctor),
     "bench packing": Command(
-        "padding, shapes and speed of the packer on a file of lengths", _bench_packing_options, _bench_packing
+        "padding, shapes and speed of the packer on a file of lengths", *bench_cli.command("packing")
     ),
     "bench learning": Command(
         "the algorithms, and corrections for staleness, on the demo's task: a table",
-        _bench_learning_options,
-        _bench_learning,
+        *bench_cli.command("learning"),
     ),
     "bench stream": Command(
         "samples/s and added latency through a controller, beside bare gRPC streams",
-        _bench_stream_options,
-        _bench_stream,
+        *bench_cli.command("stream"),
     ),
     "bench tls": Command(
-        "what encryption costs, for samples and for weights", _bench_tls_options, _bench_tls
+        "what encryption costs, for samples and for weights", *bench_cli.command("encryption")
     ),
 }
