@@ -76,7 +76,7 @@ class Announcer:
             Why it should end: the run is over, it was drained, or the controller is gone for too long.
 
         Raises:
-            UserError: the controller refuses it.
+            UserError: the controller refuses it, or there was none all the time.
         """
         while True:
             address = self._controller()
@@ -86,7 +86,12 @@ class Announcer:
                 return why
             if time.monotonic() - self._heard > self._join.patience_s:
                 what = f"the controller at {address}" if address else f"a controller of {self._join.run_dir}"
-                return f"{what} did not answer for {self._join.patience_s:g} s"
+                why = f"{what} did not answer for {self._join.patience_s:g} s"
+                if not self._welcome:
+                    raise UserError(
+                        f"{why}, and never did: see whether the run goes on, or give a longer --patience"
+                    )
+                return why
             await asyncio.sleep(AGAIN_S)
 
     def _controller(self) -> str | None:
