@@ -264,7 +264,9 @@ def make_launcher(model_dir: Path, run_dir: Path, ranks: int = 1) -> LocalLaunch
         kv_cache_gib=0.25,
         vocab_limit=VOCABULARY,
     )
-    return LocalLauncher([InstanceSpec("instance-0", engine, fence=FENCE)], run_dir, run_seed=7)
+    # The tests hand out more at once than an instance of a run would grant.
+    spec = InstanceSpec("instance-0", engine, lookahead=256, fence=FENCE)
+    return LocalLauncher([spec], run_dir, run_seed=7)
 
 
 async def connect(loop: Loop, instance: Instance) -> Rig:
