@@ -28,6 +28,7 @@ from streamrl_jax.rundir import RunDir
 
 START_TIMEOUT_S: Final = 60.0
 _INSTANCE_GRACE_S: Final = 8.0 + TRACKERS_S + REAP_S + 2.0
+_LOST_S: Final = 3.0  # for the orderly end of a controller that is lost: it hangs, or was stopped
 _POLL_S: Final = 0.05
 _TAIL_LINES: Final = 20
 _DUMP_LINES: Final = 80  # where every thread is, which a controller that stands still writes down
@@ -43,6 +44,7 @@ class ControllerProcess:
         lifeline: Its standard input: it ends when this is closed.
         home: The run directory.
         close_timeout_s: Bound on its orderly end.
+        given_up: Nobody counts on its orderly end any more.
     """
 
     address: str
@@ -50,13 +52,15 @@ class ControllerProcess:
     lifeline: IO[bytes]
     home: RunDir
     close_timeout_s: float
+    given_up: bool = False
 
     def ended(self) -> str | None:
         """Why it has ended; None while it lives."""
         return exit_reason(self.process.poll())
 
-    def situation(self) -> tuple[str, str]:
-        """What a controller that is silent was doing, and the end of its log."""
+    def give_up(self) -> tuple[str, str]:
+        """It is lost: what it was doing, and the end of its log. `stop` counts no more on its orderly end."""
+        self.given_up = True
         calls = running_calls(board_file(self.home))
         doing = f" while it computed the reward of {' and of '.join(calls)}" if calls else ""
         log = self.home.logs / "controller.log"
@@ -71,7 +75,7 @@ class ControllerProcess:
         with contextlib.suppress(BrokenPipeError):
             self.lifeline.close()
         try:
-            self.process.wait(self.close_timeout_s)
+            self.process.wait(_LOST_S if self.given_up else self.close_timeout_s)
         except subprocess.TimeoutExpired:  # it hangs, or was stopped: the guards see it end
             self.process.kill()
             self.process.wait()

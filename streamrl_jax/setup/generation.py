@@ -115,7 +115,7 @@ def _in_a_process(
         world=settings.readers,
         lease_s=settings.reader_lease_s,
         ended=started.ended,
-        situation=started.situation,
+        situation=started.give_up,
     )
     return RemoteController(settings, peer, display.event, started.stop)
 

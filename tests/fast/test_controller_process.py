@@ -93,10 +93,10 @@ class Started:
         )
         plan = FleetPlan((pool,), {}, str(run_dir), net.AccessFiles(), module="tests.fake_instance")
         model = Path(cfg.model.path)
-        self.process: ControllerProcess = start_controller(cfg, self.home, model, plan, 1, 25.0)
+        self.process: ControllerProcess = start_controller(cfg, self.home, model, plan, 1, 8.0)
         peer = Peer(
             self.process.address, net.OPEN, FENCE, lease_s=self.settings.reader_lease_s,
-            ended=self.process.ended, situation=self.process.situation,
+            ended=self.process.ended, situation=self.process.give_up,
         )  # fmt: skip
         self.controller = RemoteController(self.settings, peer, self.events.append, self.process.stop)
 
@@ -156,17 +156,15 @@ def test_nothing_heavy_is_imported() -> None:
     assert not set(HEAVY) & set(loaded.stdout.split())
 
 
-def test_kill_9_of_the_controller_is_told_within_a_second(started: Started) -> None:
+def test_kill_9_of_the_controller_is_told_at_once_and_not_by_its_silence(started: Started) -> None:
     started.submit(count=200)
     stream = started.controller.samples("train/0", 30)
     next(stream)
     os.kill(started.pid, signal.SIGKILL)
-    begun = time.monotonic()
     with pytest.raises(
         ControlError, match=r"the controller's process has ended \(killed by SIGKILL"
     ) as raised:
         list(stream)
-    assert time.monotonic() - begun < 5
     assert "serves at" in str(raised.value), "the log's last lines"
     with pytest.raises(ControlError, match="killed by SIGKILL"):
         started.controller.pool()
@@ -185,7 +183,10 @@ def test_a_stopped_controller_is_told_within_its_lease(started: Started) -> None
     begun = time.monotonic()
     with pytest.raises(ControlError, match=r"gave no sign of life for \d+ s .control.lease_s = 4"):
         list(stream)
-    assert time.monotonic() - begun < 4 + 5
+    assert time.monotonic() - begun < 4 + 20, "the lease, and room for a busy machine"
+    begun = time.monotonic()
+    started.controller.close()
+    assert time.monotonic() - begun < 8, "its orderly end, for which it has 8 s, is not waited for"
 
 
 @pytest.mark.parametrize("started", ["holding"], indirect=True)
