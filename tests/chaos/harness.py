@@ -5,9 +5,11 @@ Every wait has a bound, and every fault a time stamp: `Scene.noticed_after` says
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +32,9 @@ from streamrl_jax.types import Fence, Manifest, Sample, WeightSource
 from tests.fast.control_world import FENCE, SETTINGS, check_answer, decode, job, reward_by_length
 
 LEASE_S = 2.0
+_NAP_S = 0.05
 TICK_S = LEASE_S / 4  # between two judgements (`control.instance`)
-SLACK_S = 1.0  # for a busy machine, on every bound
+SLACK_S = 1.0  # on every bound, beside the pauses of a busy machine (`Pauses`)
 
 CHAOS = replace(
     SETTINGS,
@@ -78,6 +81,32 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     ]
 
 
+class Pauses:
+    """How long a thread of this process, which only wants to sleep, was kept from waking: the machine was busy.
+
+    Controller and event loop may have been kept waiting by as much.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pauses", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        due = time.monotonic() + _NAP_S
+        while not self._ended.wait(max(0.0, due - time.monotonic())):
+            now = time.monotonic()
+            if now - due > _NAP_S:
+                self.seconds += now - due
+            due = now + _NAP_S
+
+    def close(self) -> None:
+        """Ends it."""
+        self._ended.set()
+        self._thread.join()
+
+
 @dataclass(eq=False)
 class Scene:
     """A started controller, what it told and when, and the samples that were taken from it."""
@@ -85,8 +114,14 @@ class Scene:
     controller: Controller
     told: list[tuple[float, ControlEvent]]
     run_dir: Path
+    pauses: Pauses
     samples: list[Sample] = field(default_factory=list)
     submitted: int = 0
+
+    @property
+    def slack_s(self) -> float:
+        """What is added to every bound: `SLACK_S`, and the time for which the machine held this process up."""
+        return SLACK_S + self.pauses.seconds
 
     def submit(self, iteration: int, prompts: int, n: int = 4, **rest: Any) -> str:
         """A training job of ``prompts * n`` samples; returns its id."""
@@ -179,13 +214,14 @@ def scene(
         decode,
         lambda event: told.append((time.monotonic(), event)),
     )
-    with version_zero(fence) as (manifest, source):
+    pauses = Pauses()
+    with contextlib.closing(pauses), version_zero(fence) as (manifest, source):
         try:
             controller.start()
             controller.wait_ready(60)
             if publish:
                 controller.publish(manifest, source).result(20)
-            yield Scene(controller, told, run_dir)
+            yield Scene(controller, told, run_dir, pauses)
         finally:
             controller.close()
     if isinstance(launcher, LocalLauncher):

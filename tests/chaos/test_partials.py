@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
+from streamrl_jax.control.events import EventKind
 from streamrl_jax.gen.launch import StaticLauncher
 
-from .harness import CHAOS, endpoints, local, scene
+from .harness import CHAOS, Scene, endpoints, local, scene
 from .proxies import LoopThread, Wire
 
 OFTEN = replace(CHAOS, progress_interval_s=0.1)
 LONG = {"tokens_per_s": 20.0, "shortest": 30, "longest": 30}
+
+
+def tokens_of(found: Scene, name: str) -> int:
+    """That an instance's heartbeats have told of."""
+    return sum(view.tokens for view in found.controller.pool() if view.name == name)
 
 
 def test_killed_in_mid_answer_nothing_is_written_twice_that_was_told(tmp_path: Path) -> None:
@@ -21,7 +26,7 @@ def test_killed_in_mid_answer_nothing_is_written_twice_that_was_told(tmp_path: P
     with scene(local(tmp_path, "ab", {"a": LONG, "b": LONG}), tmp_path, OFTEN) as found:
         job_id = found.submit(0, 2)
         found.wait_for(lambda: found.controller.sizes()["partials"] == 8)
-        time.sleep(0.6)
+        found.wait_for(lambda: tokens_of(found, "a") >= 4 * 10)
         found.signal("a", signal.SIGKILL)
         found.take(job_id)  # looks at every token of every answer
         counts = found.adds_up()
@@ -45,7 +50,9 @@ def test_what_was_told_to_a_stream_that_broke_is_told_again(tmp_path: Path) -> N
             found.wait_for(lambda: found.controller.sizes()["partials"] == 8)
             wire.cut()
             wire.mend()
-            time.sleep(0.8)
+            found.wait_for(lambda: found.seen(EventKind.RECONNECTED, "a"))
+            again = tokens_of(found, "a")  # what was made during the break is not among them
+            found.wait_for(lambda: tokens_of(found, "a") >= max(4 * 14, again + 4 * 6))
             found.signal("a", signal.SIGKILL)
             found.take(job_id)
             counts = found.adds_up()

@@ -331,7 +331,7 @@ def test_close_while_instances_start() -> None:
     began = time.monotonic()
     with running(World(("a",), lambda name, life: FakeEngine(start_s=60.0)), version=None) as run:
         run.wait_for(lambda: run.seen(EventKind.PHASE))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40
 
 
 def test_close_without_start() -> None:

@@ -150,10 +150,9 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_one_process_asks_nobody() -> None:
     with readers(1) as (leader,):
-        begun = time.monotonic()
-        for number in range(1000):
+        leader.close()  # whoever was asked now would not answer
+        for number in range(3):
             leader.acknowledge(replace(STEP, sequence=number))
-        assert time.monotonic() - begun < 0.1
 
 
 def test_another_number_of_processes_is_refused() -> None:

@@ -225,7 +225,7 @@ def test_reward_that_hangs_is_named_and_does_not_keep_anything_waiting() -> None
         RewardError, match=r"did not return within 0.2 s \(reward.timeout_s\) for sample train/3/17/0"
     ):
         run_rewards(hang, watch, timeout_s=0.2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     release.set()
 
 

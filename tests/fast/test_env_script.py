@@ -163,7 +163,7 @@ def test_clones_share_packages_and_not_code(machine: Machine, tmp_path: Path) ->
     stamp = (clones[0] / ".venv" / ".complete").stat().st_mtime_ns
     started = time.monotonic()
     assert machine.make_env(clones[0]) == (0, "")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert (clones[0] / ".venv" / ".complete").stat().st_mtime_ns == stamp
 
 

@@ -63,6 +63,13 @@ def guard_of(instance: LocalInstance) -> int:
     return parent.pid
 
 
+def ignores_sigterm(pid: int) -> bool:
+    """As the kernel has it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (ignored,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_an_instance_answers_at_once_and_leaves_nothing_when_stopped(tmp_path: Path) -> None:
     async def scenario() -> tuple[int, int, int]:
         instance = await launcher(tmp_path).start("instance-0")
@@ -73,10 +80,8 @@ def test_an_instance_answers_at_once_and_leaves_nothing_when_stopped(tmp_path: P
         assert (info.name, instance.ended(), instance.managed) == ("instance-0", None, True)
         assert "answers at" in instance.log_tail()
         pids = (instance.process_group, core_of(tmp_path), guard_of(instance))
-        began = time.monotonic()
         await instance.stop()
-        assert time.monotonic() - began < 5
-        assert instance.ended() == "exit code 0"
+        assert instance.ended() == "exit code 0", "by itself: after its grace it would have been killed"
         await instance.stop()  # harmless
         return pids
 
@@ -102,7 +107,7 @@ def test_each_start_gets_a_seed_and_an_address_of_its_own(tmp_path: Path) -> Non
 def test_an_instance_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     async def scenario() -> tuple[int, int]:
         instance = await launcher(tmp_path, "deaf", grace_s=1.0).start("instance-0")
-        await asyncio.sleep(0.2)
+        wait_until(lambda: ignores_sigterm(instance.process_group), "its turning deaf")
         await instance.stop()
         assert instance.ended() == "killed by SIGKILL"
         return instance.process_group, core_of(tmp_path)

@@ -57,8 +57,8 @@ def test_a_signal_is_kept_until_a_wait_and_ends_that_at_once() -> None:
         stop_later.start()
         begun = time.monotonic()
         with pytest.raises(StopRequested, match="SIGUSR1"), stop.interruptible():
-            time.sleep(10)
-        assert time.monotonic() - begun < 5
+            time.sleep(120)
+        assert time.monotonic() - begun < 60
 
 
 def test_a_second_signal_does_not_interrupt_what_the_first_brought_about() -> None:
