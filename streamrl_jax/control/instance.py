@@ -7,17 +7,17 @@ import time
 from dataclasses import replace
 
 from streamrl_jax.control.events import Activity, ControlEvent, EventKind, InstanceView
-from streamrl_jax.control.faults import ControlError, InstanceLost
+from streamrl_jax.control.faults import InstanceLost
 from streamrl_jax.control.lease import Lease
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.link import Link
 from streamrl_jax.control.meter import ActivityClock, TokenRate
 from streamrl_jax.control.queue import Room
-from streamrl_jax.control.startup import check_process, until_loaded
+from streamrl_jax.control.startup import check_process, launch, until_loaded
 from streamrl_jax.control.surroundings import Surroundings
 from streamrl_jax.control.tasks import to_the_end, until_one_ends
 from streamrl_jax.control.tenure import Fate, Tenure
-from streamrl_jax.control.updates import pick_source, push
+from streamrl_jax.control.updates import load_current
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.client import Granted, InstanceClient, StreamEvent
 from streamrl_jax.gen.launch import Launched
@@ -25,7 +25,6 @@ from streamrl_jax.types import (
     NO_VERSION,
     Assignment,
     Generation,
-    Hello,
     InstanceInfo,
     InstanceState,
     InstanceStatus,
@@ -84,9 +83,9 @@ class Instance:
 
     def room(self) -> Room | None:
         """What it can take now; None: nothing at all."""
-        if self._link is None or self._info is None or not self._link.connected:
+        if self._link is None or self._info is None or not self._link.connected or not self._checked:
             return None
-        if self._status.state is InstanceState.DRAINING or self.tenure.leaving or not self._checked:
+        if self._status.state is InstanceState.DRAINING or self.tenure.leaving:
             return None
         capacity = self._info.slots + self._info.lookahead
         held = max(self._shared.work.ledger.held_count(self.name), capacity - self._link.credit)
@@ -183,7 +182,7 @@ class Instance:
     async def _one_life(self) -> tuple[Launched | None, str]:
         launched: Launched | None = None
         try:
-            launched = await self._launch()
+            launched = await launch(self.name, self._shared.launcher, self.tenure)
             self.tenure.managed = launched.managed
             await self._live(launched)
         except InstanceLost as lost:
@@ -199,15 +198,6 @@ class Instance:
             if launched is not None:
                 await to_the_end(launched.stop())
         raise AssertionError("a life ends with its loss")
-
-    async def _launch(self) -> Launched:
-        try:
-            return await self._shared.launcher.start(self.name)
-        except UserError as error:
-            if self.tenure.founding and not self.tenure.loaded:
-                raise
-            # It worked before: this is one of the restarts that are allowed.
-            raise InstanceLost(str(error)) from error
 
     async def _live(self, launched: Launched) -> None:
         self._address = launched.address
@@ -225,11 +215,7 @@ class Instance:
             link = Link(
                 self.name,
                 client,
-                Hello(
-                    self._shared.fence,
-                    self._settings.heartbeat_interval_s,
-                    self._settings.progress_interval_s,
-                ),
+                self._shared.hello,
                 self._receive,
                 lambda: self._shared.work.again(self.name),
                 lambda: self.version,
@@ -281,12 +267,7 @@ class Instance:
             case Fate.LEAVES:
                 return False
             case Fate.ENDS_RUN:
-                tail = launched.log_tail() if launched else ""
-                raise ControlError(
-                    f"{why}. It is started at most {tenure.allowed_restarts + 1} times (gen.max_restarts); mend "
-                    "what ends it, then go on with --resume",
-                    f"the last lines of its log:\n{tail}" if tail else "",
-                )
+                raise tenure.once_too_often(why, launched.log_tail() if launched else "")
 
     # ---------------------------------------------------------------- serving
 
@@ -298,7 +279,8 @@ class Instance:
                 self._lease.observe(event, now)
                 self._rate.add(event.tokens_since_last, now)
                 self._tokens += event.tokens_since_last
-                self.version = max(self.version, event.version)
+                if not self._checked:  # from then on what it was given counts, whatever it says
+                    self.version = max(self.version, event.version)
             case Generation():
                 self._weigh(work.finished(fence, self._named(event), self.name), now)
                 if self._link is not None:
@@ -379,20 +361,20 @@ class Instance:
             while shared.work.probes(self.name, self.version):
                 self._changed.clear()
                 await self._changed.wait()
-            publication = shared.shelf.borrow()
-            assert publication is not None, "its version is newer than that of the instance"
             assert self._info is not None, "it is connected"
             self._note(time.monotonic())
-            try:
-                source = pick_source(publication.source, self._info, self._settings.transport)
-                report = await push(self.name, client, publication.manifest, source, self._settings)
-            finally:
-                for version in shared.shelf.give_back(publication):
-                    self._emit(EventKind.RELEASED, version=version)
+            report, publication = await load_current(
+                self.name,
+                client,
+                self._info,
+                shared.shelf,
+                self._settings,
+                lambda version: self._emit(EventKind.RELEASED, version=version),
+            )
         finally:
             self._updating = False
             self._note(time.monotonic())
-        self.version = max(self.version, report.version)
+        self.version = publication.version
         self._checked = self.tenure.served = True
         seconds = time.monotonic() - publication.published_s
         self._emit(EventKind.UPDATED, version=report.version, seconds=seconds)

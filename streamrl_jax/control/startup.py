@@ -1,4 +1,4 @@
-"""Waiting for an instance that loads, with a word about what it does."""
+"""Starting an instance, and waiting while it loads, with a word about what it does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,29 @@ from collections.abc import Callable
 
 from streamrl_jax.control.faults import InstanceLost
 from streamrl_jax.control.link import user_error
+from streamrl_jax.control.tenure import Tenure
+from streamrl_jax.errors import UserError
 from streamrl_jax.gen.client import InstanceClient, InstanceError
-from streamrl_jax.gen.launch import Launched
+from streamrl_jax.gen.launch import Launched, Launcher
 from streamrl_jax.types import InstanceState
 
 _POLL_S = 1.0  # between two looks
 _ANSWER_S = 5.0  # bound on one answer
+
+
+async def launch(name: str, launcher: Launcher, tenure: Tenure) -> Launched:
+    """Starts an instance's process, or finds the one that is there.
+
+    Raises:
+        UserError: it cannot be started, and the run begins with it.
+        InstanceLost: it cannot, though it worked before, or others go on without it.
+    """
+    try:
+        return await launcher.start(name)
+    except UserError as error:
+        if tenure.founding and not tenure.loaded:
+            raise
+        raise InstanceLost(str(error)) from error  # one of the restarts that are allowed
 
 
 async def until_loaded(

@@ -20,6 +20,8 @@ from __future__ import annotations
 import asyncio
 from enum import StrEnum
 
+from streamrl_jax.control.faults import ControlError
+
 
 class Fate(StrEnum):
     """What becomes of an instance that was lost."""
@@ -96,3 +98,16 @@ class Tenure:
             return Fate.AGAIN
         self.farewell = lost
         return Fate.ENDS_RUN if self.founding and self.managed else Fate.LEAVES
+
+    def once_too_often(self, lost: str, log_tail: str) -> ControlError:
+        """What ends the run with it.
+
+        Args:
+            lost: that it was lost and why.
+            log_tail: the last lines of its log.
+        """
+        return ControlError(
+            f"{lost}. It is started at most {self.allowed_restarts + 1} times (gen.max_restarts); mend what ends it, "
+            "then go on with --resume",
+            f"the last lines of its log:\n{log_tail}" if log_tail else "",
+        )

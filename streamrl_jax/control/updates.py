@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ import grpc
 from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.link import user_error
 from streamrl_jax.control.settings import ControlSettings
+from streamrl_jax.control.shelf import Publication, Shelf
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.client import InstanceClient, InstanceError
 from streamrl_jax.gen.host import host_id
@@ -50,6 +52,41 @@ def pick_source(
             "store is open; set bridge.listen"
         )
     return WeightSource(address=source.address)
+
+
+async def load_current(
+    name: str,
+    client: InstanceClient,
+    info: InstanceInfo,
+    shelf: Shelf,
+    settings: ControlSettings,
+    released: Callable[[int], None],
+) -> tuple[UpdateReport, Publication]:
+    """Loads the newest version into an instance; its source is kept until that has ended, however it ends.
+
+    Args:
+        name: of the instance.
+        client: its calls.
+        info: what it said of itself.
+        shelf: holds a version that the instance has not.
+        settings: bounds.
+        released: told of each version that nobody needs any more.
+
+    Returns:
+        The report of an accepted update, and what was loaded.
+
+    Raises:
+        Exception: as `pick_source` and `push`.
+    """
+    publication = shelf.borrow()
+    assert publication is not None, "its version is newer than that of the instance"
+    try:
+        source = pick_source(publication.source, info, settings.transport)
+        report = await push(name, client, publication.manifest, source, settings)
+    finally:
+        for version in shelf.give_back(publication):
+            released(version)
+    return report, publication
 
 
 async def push(

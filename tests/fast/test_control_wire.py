@@ -31,9 +31,10 @@ from streamrl_jax.control.watchdog import HUNG_EXIT_CODE, Watchdog
 from streamrl_jax.gen import net
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.proto import control_pb2_grpc as rpc
+from streamrl_jax.proto import streamrl_pb2 as stream_pb
 from streamrl_jax.rewards import RewardResult
-from streamrl_jax.types import Fence, FinishReason, Generation, Prompt, Sample, VersionRun
-from tests.fakes import FakeEngine
+from streamrl_jax.types import Fence, FinishReason, Generation, InstanceState, Prompt, Sample, VersionRun
+from tests.fakes import FakeEngine, FaultyStream, one_by_one
 
 from .control_world import (
     FENCE,
@@ -276,6 +277,28 @@ def test_the_file_of_a_later_life_stays(tmp_path: Any) -> None:
         leader.close()
         world.close()
     assert "127.0.0.1:1" in file.read_text()
+
+
+class Boaster(FaultyStream):
+    """Says that it serves a version that nobody has published."""
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[stream_pb.GenerateRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[stream_pb.GenerateResponse]:
+        async for response in one_by_one(self.inner.Generate(request_iterator, context)):
+            if response.WhichOneof("kind") == "heartbeat":
+                response.heartbeat.version = 9
+            yield response
+
+
+def test_an_instance_has_the_version_that_it_was_given_whatever_it_says() -> None:
+    with running(World(("a",), stream=Boaster)) as run:
+        run.wait_for(lambda: run.controller.pool()[0].state is InstanceState.IDLE)
+        (report,) = run.publish(1).result(5)
+        assert (report.accepted, report.version) == (True, 1)
+        run.controller.submit(job(1, count=2))
+        versions = {v.version for s in run.controller.samples("train/1", 5) for v in s.generation.versions}
+        assert versions == {1}
 
 
 # ---------------------------------------------------------------- a controller that is not to be trusted
