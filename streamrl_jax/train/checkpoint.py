@@ -363,9 +363,11 @@ class Checkpointer:
             for leftover in self.directory.glob(f"step_{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self.directory).free
+            older = ", ".join(f"step_{kept}" for kept in self.steps())
+            whole = f"What is whole: {older}" if older else "There is no older one"
             raise UserError(
                 f"{self._path(step)} could not be written: the disk is full ({free} bytes free without it). "
-                f"Older checkpoints are whole: {list(self.steps())}. Free some space, or lower "
+                f"{whole}. Free some space, or lower "
                 "trainer.max_ckpt_to_keep."
             ) from error
 
