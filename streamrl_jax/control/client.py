@@ -178,9 +178,7 @@ class ControlClient:
         yield pb.AttachRequest(
             reader=self.peer.reader,
             world=self.peer.world,
-            fence=codec.fence_to_proto(self.peer.fence),
             interval_s=interval,
-            events=self.peer.reader == 0,
             seen=self._seen,
         )
         while not over.is_set():

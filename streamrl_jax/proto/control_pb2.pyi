@@ -69,20 +69,16 @@ class FailRequest(_message.Message):
     def __init__(self, reader: _Optional[int] = ..., failure: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("reader", "world", "fence", "interval_s", "events", "seen")
+    __slots__ = ("reader", "world", "interval_s", "seen")
     READER_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
-    EVENTS_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     reader: int
     world: int
-    fence: _streamrl_pb2.Fence
     interval_s: float
-    events: bool
     seen: int
-    def __init__(self, reader: _Optional[int] = ..., world: _Optional[int] = ..., fence: _Optional[_Union[_streamrl_pb2.Fence, _Mapping]] = ..., interval_s: _Optional[float] = ..., events: _Optional[bool] = ..., seen: _Optional[int] = ...) -> None: ...
+    def __init__(self, reader: _Optional[int] = ..., world: _Optional[int] = ..., interval_s: _Optional[float] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("beat", "event", "updated", "released", "failure", "sequence")
