@@ -32,7 +32,12 @@ def run_access(cfg: Config, home: RunDir) -> AccessFiles:
     ca, certificate, key = security.ca_file, security.cert_file, security.key_file
     if uses_tls(security) and not ca:
         directory = home.path / _TLS_DIRECTORY
-        tls.for_run(f"streamrl-{home.fence.run_id}", directory)
+        try:
+            tls.for_run(f"streamrl-{home.fence.run_id}", directory)
+        except PermissionError as error:
+            raise UserError(
+                f"{directory} is readable by the run's owner only; call this as the user who started the run"
+            ) from error
         ca, certificate, key = (str(directory / name) for name in (tls.CA_FILE, tls.CERT_FILE, tls.KEY_FILE))
     return _files(security, str(token), ca, certificate, key)
 

@@ -227,6 +227,31 @@ def test_numbers_that_are_none_are_refused_before_anything_is_called(
         assert "is no time in seconds; give 0 or more" in capsys.readouterr().err
 
 
+@contextmanager
+def no_rights_in(folder: Path) -> Iterator[None]:
+    """This process is another user, or as good as one: nothing of the folder can be read."""
+    root = os.geteuid() == 0
+    folder.chmod(0o700 if root else 0)
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+
+
+def test_another_users_run_cannot_be_joined(home: Path) -> None:
+    run = look(home)
+    cfg = Config.model_validate({"security": {"token_file": run_access(Config(), run).token}})
+    with (
+        no_rights_in(home / "tls"),
+        pytest.raises(UserError, match=r"/tls is readable by the run's owner only"),
+    ):
+        run_access(cfg, run)
+
+
 def test_an_instance_says_which_run_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="does not exist"):
         joining(str(tmp_path / "later"), [], [], Secrets(), patience_s=0.0)
