@@ -183,8 +183,8 @@ class Controller:
         inbox, report = self._inbox(job_id), self._reports[job_id]
         try:
             yield from inbox.drain(timeout_s, report, lambda: self._ask(self._core.pool.situation))
-        except Exception:
-            self._watchdog.heed()
+        except Exception as error:
+            self._watchdog.heed(error)
             raise
         self._inboxes.pop(job_id, None)
         self._reports.pop(job_id, None)
@@ -219,8 +219,8 @@ class Controller:
             going = asyncio.run_coroutine_threadsafe(self._core.acknowledge(self.reader, step), self._loop)
             try:
                 going.result(self._settings.plan_timeout_s + _ASK_S)
-            except Exception:
-                self._watchdog.heed()
+            except Exception as error:
+                self._watchdog.heed(error)
                 raise
 
     def stop(self, reason: str) -> None:
@@ -332,8 +332,8 @@ class Controller:
                 return answer.result(TICK_S)
             except concurrent.futures.TimeoutError:
                 pass
-            except Exception:
-                self._watchdog.heed()
+            except Exception as error:
+                self._watchdog.heed(error)
                 raise
             if not self._thread.is_alive() and not answer.done():
                 raise ControlError("the controller was closed")

@@ -134,8 +134,8 @@ class RemoteController:
             way.inbox.put(Failed(self._lost))
         try:
             yield from way.inbox.drain(timeout_s, self._reports[job_id], self._situation)
-        except Exception:
-            self._watchdog.heed()
+        except Exception as error:
+            self._watchdog.heed(error)
             raise
         self._connected().ways.pop(job_id, None)
         self._reports.pop(job_id, None)
@@ -317,8 +317,9 @@ class RemoteController:
         if not future.done() or future.cancelled():
             raise ControlError(f"the controller did not answer within {timeout_s:g} s")
         if reply is not None and reply.HasField("error"):
-            self._watchdog.heed()
-            raise codec.error_from_proto(reply.error)
+            error = codec.error_from_proto(reply.error)
+            self._watchdog.heed(error)
+            raise error
         return reply
 
     def _book(self, name: str, read: Callable[[Any], T]) -> T:

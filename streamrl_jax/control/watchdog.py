@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from streamrl_jax.interrupt import StopRequested
+
 log = logging.getLogger(__name__)
 
 HUNG_EXIT_CODE: Final = 3
@@ -40,9 +42,14 @@ class Watchdog:
         if self._armed.acquire(blocking=False) and not self._heeded.is_set():
             threading.Thread(target=self._wait, args=(error,), name="watchdog", daemon=True).start()
 
-    def heed(self) -> None:
-        """The main thread is not in a collective, if it is the one that says so."""
-        if threading.current_thread() is self._main:
+    def heed(self, told: BaseException | None = None) -> None:
+        """The main thread is not in a collective, if it is the one that says so.
+
+        Args:
+            told: what it was told. A request to stop is no failure: it goes on to write a checkpoint with the others,
+                and may hang there.
+        """
+        if threading.current_thread() is self._main and not isinstance(told, StopRequested):
             self._heeded.set()
 
     def _wait(self, error: BaseException) -> None:

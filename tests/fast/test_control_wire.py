@@ -29,6 +29,7 @@ from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.server import Serving, write_control_file
 from streamrl_jax.control.watchdog import HUNG_EXIT_CODE, Watchdog
 from streamrl_jax.gen import net
+from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.proto import control_pb2_grpc as rpc
 from streamrl_jax.proto import streamrl_pb2 as stream_pb
@@ -209,6 +210,7 @@ def test_only_the_main_thread_says_that_it_came_back() -> None:
     watchdog.arm(ControlError("the controller's process has ended"))
     with ThreadPoolExecutor(1) as thread:
         thread.submit(watchdog.heed).result()
+    watchdog.heed(StopRequested("SIGTERM"))  # it goes on to write a checkpoint, in a collective
     end = time.monotonic() + 5
     while not codes and time.monotonic() < end:
         time.sleep(0.01)
