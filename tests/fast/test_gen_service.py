@@ -496,37 +496,6 @@ def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
     run(scenario)
 
 
-def test_what_a_draining_instance_holds_is_not_refused_when_it_is_asked_for_again() -> None:
-    """After a break its controller repeats every assignment: one at work and one finished are no new work."""
-
-    async def scenario() -> None:
-        engine = FakeEngine(
-            slots=1, tokens_per_s=100, length=lambda each: 2 if each.sample_id == "s0" else 16
-        )
-        async with serving(engine) as (_, address):
-            async with stream_to(address) as (client, stream):
-                for index in range(2):
-                    await stream.assign(assignment(index))
-                assert (await answers(stream, 1, acknowledge=False))[0].sample_id == "s0"
-                engine.hang()
-                await client.drain(FENCE)
-            async with stream_to(address) as (_, stream):
-                for index in range(3):
-                    await stream.assign(assignment(index))
-                told: set[tuple[str, str]] = set()
-                async for event in stream.events():
-                    if isinstance(event, Generation | Rejection):
-                        told.add((type(event).__name__, event.sample_id))
-                    if ("Rejection", "s2") in told:
-                        engine.thaw()
-                    if isinstance(event, Drained):
-                        break
-        assert told == {("Generation", "s0"), ("Generation", "s1"), ("Rejection", "s2")}
-        assert [line for line in engine.log if line.startswith("start")] == ["start s0/0", "start s1/0"]
-
-    run(scenario)
-
-
 def test_heartbeats_count_tokens_and_show_a_stopped_engine() -> None:
     async def scenario() -> None:
         engine = FakeEngine(slots=2, tokens_per_s=100, length=lambda _: 10)
