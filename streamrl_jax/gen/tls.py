@@ -159,12 +159,13 @@ def read(ca_file: str, cert_file: str = "", key_file: str = "") -> Material:
     return material
 
 
-def for_run(name: str, directory: Path) -> Material:
-    """The material of a run: what lies in the directory, or new one where there is none that lasts.
+def for_run(name: str, directory: Path, *, renew: bool = False) -> Material:
+    """The material of a run: what lies in the directory, or new one where there is none.
 
     Args:
         name: of the run.
         directory: ``RUN_DIR/tls``.
+        renew: also replaces what ends soon: for the start of a run alone, since its processes read these files once.
 
     Raises:
         UserError: it cannot be read or written.
@@ -173,7 +174,8 @@ def for_run(name: str, directory: Path) -> Material:
     if all(file.is_file() for file in files):
         try:
             found = Material(*(file.read_bytes() for file in files))
-            if found.ends - datetime.datetime.now(datetime.UTC) > datetime.timedelta(days=DAYS) / 3:
+            left = found.ends - datetime.datetime.now(datetime.UTC)
+            if not renew or left > datetime.timedelta(days=DAYS) / 3:
                 return read(*map(str, files))
         except (OSError, ValueError, UserError) as error:
             raise UserError(

@@ -76,7 +76,7 @@ def open_generation(
     Raises:
         UserError: ``bridge.listen`` cannot be bound; no process was started.
     """
-    files = run_access(cfg, home)
+    files = run_access(cfg, home, starts=True)
     access = net.Access.from_files(files)
     with _open_store(cfg, home, access) as store:
         plan = fleet_plan(cfg, home, inputs, split, files)

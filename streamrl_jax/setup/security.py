@@ -17,12 +17,13 @@ _TOKEN_FILE = "token"
 _TLS_DIRECTORY = "tls"
 
 
-def run_access(cfg: Config, home: RunDir) -> AccessFiles:
+def run_access(cfg: Config, home: RunDir, *, starts: bool = False) -> AccessFiles:
     """The files with what run and instances share: the configuration's, or ones made for the run.
 
     Args:
         cfg: ``security`` counts.
         home: The run directory, in which new ones are made, readable by their owner only.
+        starts: The run starts now: certificates that end soon are replaced.
 
     Raises:
         UserError: They cannot be read or written.
@@ -33,7 +34,7 @@ def run_access(cfg: Config, home: RunDir) -> AccessFiles:
     if uses_tls(security) and not ca:
         directory = home.path / _TLS_DIRECTORY
         try:
-            tls.for_run(f"streamrl-{home.fence.run_id}", directory)
+            tls.for_run(f"streamrl-{home.fence.run_id}", directory, renew=starts)
         except PermissionError as error:
             raise UserError(
                 f"{directory} is readable by the run's owner only; call this as the user who started the run"

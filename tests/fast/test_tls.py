@@ -205,8 +205,10 @@ def test_files_that_cannot_work_are_refused_where_they_are_read(tmp_path: Path) 
 def test_a_resumed_run_keeps_its_certificates_while_they_last(tmp_path: Path) -> None:
     made = tls.for_run("streamrl-run", tmp_path)
     assert tls.for_run("streamrl-run", tmp_path) == made
-    tls.write(tls.make("streamrl-run", days=5), tmp_path)
-    renewed = tls.for_run("streamrl-run", tmp_path)
+    soon_over = tls.make("streamrl-run", days=5)
+    tls.write(soon_over, tmp_path)
+    assert tls.for_run("streamrl-run", tmp_path) == soon_over  # who only calls the run changes nothing
+    renewed = tls.for_run("streamrl-run", tmp_path, renew=True)
     assert (renewed.ends - made.ends).days >= 0
     for broken in ("cut off by a full disk", "-----BEGIN CERTIFICATE-----\nMII"):
         (tmp_path / tls.CERT_FILE).write_text(broken)
