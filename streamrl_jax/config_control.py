@@ -18,7 +18,7 @@ class ControlSection(Section):
     lease_s: float = Field(default=30.0, ge=1.0)
     """A controller, or a trainer process, that is silent for so long is taken for dead, and the run ends."""
     plan_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Bound between the first and the last of several trainer processes at the same collective (compilation included)."""
+    """Bound between the first and the last of several trainer processes at the same collective, with compilation."""
     grace_s: float = Field(default=60.0, gt=0.0)
     """When a run with several trainer processes has failed, a process whose main thread hangs in a collective is ended
     after so long."""

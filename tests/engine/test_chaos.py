@@ -153,7 +153,9 @@ def test_killed_and_stopped_in_mid_batch(model_dir: Path, tmp_path: Path) -> Non
         events.append,
     )
     draw = np.random.default_rng(0)
-    prompts = [Prompt(str(row), draw.integers(2, VOCABULARY, 6).astype(np.int32), {}) for row in range(PROMPTS)]
+    prompts = [
+        Prompt(str(row), draw.integers(2, VOCABULARY, 6).astype(np.int32), {}) for row in range(PROMPTS)
+    ]
     samples: list[Sample] = []
     try:
         controller.start()
