@@ -15,6 +15,7 @@ import jax
 
 from streamrl_jax.bridge.publish import BUCKET_BYTES, Published, Publisher, convert, list_pieces, make_buckets
 from streamrl_jax.control.protocol import RunController
+from streamrl_jax.errors import UserError
 from streamrl_jax.train.models import Arch, Params
 from streamrl_jax.train.plan import Plan
 from streamrl_jax.types import UpdateReport, WeightSource
@@ -84,13 +85,15 @@ class Weights:
         """Waits until every instance has the newest version, or is lost (it gets it when it is back).
 
         Raises:
-            TimeoutError: Not in time.
+            UserError: Not in time.
         """
         try:
             return self._updated.result(timeout_s)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"the instances did not all load the newest version within {timeout_s:g} s"
+            raise UserError(
+                f"the instances did not all load the newest version within {timeout_s:g} s "
+                "(trainer.sample_timeout_s); look at their logs, raise it where weights take so long, or go on with "
+                "--resume"
             ) from error
 
     def metrics(self) -> dict[str, float]:
@@ -105,9 +108,9 @@ class Weights:
         try:
             stats = written.result(self._timeout_s).stats
         except TimeoutError as error:
-            raise TimeoutError(
+            raise UserError(
                 f"the bytes of the version before were not written within bridge.update_timeout_s = "
-                f"{self._timeout_s:g} s"
+                f"{self._timeout_s:g} s; raise it where a version takes so long, or go on with --resume"
             ) from error
         found = {"weights/bytes": float(stats.nbytes), "timing_s/publish": stats.total_s}
         if self._updated.done():

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from streamrl_jax.errors import UserError
 from streamrl_jax.train.weights import Weights
 from streamrl_jax.types import UpdateReport
 
@@ -72,9 +73,9 @@ def test_costs_are_those_of_the_version_before(parts: tuple[Weights, Publisher, 
 def test_waits_that_fail_say_what_they_waited_for(parts: tuple[Weights, Publisher, Controller]) -> None:
     weights, _, _ = parts
     weights.publish({}, 0)
-    with pytest.raises(TimeoutError, match=r"did not all load the newest version within 0\.01 s"):
+    with pytest.raises(UserError, match=r"did not all load the newest version within 0\.01 s"):
         weights.served(0.01)
-    with pytest.raises(TimeoutError, match=r"not written within bridge\.update_timeout_s = 0\.01 s"):
+    with pytest.raises(UserError, match=r"not written within bridge\.update_timeout_s = 0\.01 s"):
         weights.publish({}, 1)
 
 
