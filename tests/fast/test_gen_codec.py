@@ -337,7 +337,7 @@ def same_host(path: str, **change: Any) -> pb.UpdateWeightsRequest:
         ),
         (
             codec.rejection_from_proto,
-            pb.Rejected(reason=1, message="x" * 65537),
+            pb.Rejected(reason=pb.Rejected.TOO_LONG, message="x" * 65537),
             r"rejected\.message has 65537",
         ),
         (codec.report_from_proto, pb.UpdateWeightsResponse(staged_s=NAN), r"update\.staged_s = nan "),
@@ -345,21 +345,29 @@ def same_host(path: str, **change: Any) -> pb.UpdateWeightsRequest:
         (codec.info_from_proto, pb.Welcome(instance="i", slots=2**32 - 1), r"welcome\.slots = 4294967295 "),
         (
             codec.heartbeat_from_proto,
-            pb.Heartbeat(state=1, running=2**32 - 1),
+            pb.Heartbeat(state=pb.LOADING, running=2**32 - 1),
             r"heartbeat\.running = 4294967295",
         ),
         (
             codec.heartbeat_from_proto,
-            pb.Heartbeat(state=1, engine_age_s=NAN),
+            pb.Heartbeat(state=pb.LOADING, engine_age_s=NAN),
             r"heartbeat\.engine_age_s = nan ",
         ),
-        (codec.status_from_proto, pb.StatusReply(state=1, tokens_total=2**63), r"status\.tokens_total = "),
-        (codec.status_from_proto, pb.StatusReply(state=1, phase="x" * 65537), r"status\.phase has 65537"),
+        (
+            codec.status_from_proto,
+            pb.StatusReply(state=pb.LOADING, tokens_total=2**63),
+            r"status\.tokens_total = ",
+        ),
+        (
+            codec.status_from_proto,
+            pb.StatusReply(state=pb.LOADING, phase="x" * 65537),
+            r"status\.phase has 65537",
+        ),
         (codec.info_from_proto, pb.Welcome(instance="i"), "welcome.slots"),
         (codec.heartbeat_from_proto, pb.Heartbeat(), "heartbeat.state"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(read: Callable[[Any], Any], message: Any, named: str) -> None:
+def test_a_bad_value_is_refused_by_name(read: Callable[..., Any], message: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read("i", message) if read is codec.report_from_proto else read(message)
 
