@@ -27,13 +27,13 @@ smollm: env ## prepare SmolLM2-135M-Instruct and run three iterations with it
 	@$(BIN)/python -m streamrl_jax.tasks.smollm --out models/smollm2-135m-instruct
 	@$(BIN)/streamrl train configs/smollm2_135m_cpu.toml --run-dir runs/smollm-$$(date +%Y%m%d-%H%M%S)
 
-test: lint types test-fast test-chaos test-engine ## everything: lint, types, all test suites (about 28 minutes on 2 cores)
+test: lint types test-fast test-chaos test-engine ## everything: lint, types, all test suites (about 30 minutes on 2 cores)
 	@echo "== make test: all passed"
 
-test-fast: env ## the inner loop: tests without vLLM (4 minutes; 8 with cold compilation caches)
+test-fast: env ## the inner loop: tests without vLLM (about 8 minutes)
 	$(call step,fast tests,$(BIN)/pytest -q tests/fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
 
-test-chaos: env ## faults against real services in real processes (under 3 minutes)
+test-chaos: env ## faults against real services in real processes (3 minutes)
 	$(call step,chaos tests,$(BIN)/pytest -q tests/chaos -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
 
 test-engine: env ## the tests on real vLLM engines
