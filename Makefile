@@ -30,7 +30,7 @@ smollm: env ## prepare SmolLM2-135M-Instruct and run three iterations with it
 test: lint types test-fast test-chaos test-engine ## everything: lint, types, all test suites (about 30 minutes on 2 cores)
 	@echo "== make test: all passed"
 
-test-fast: env ## the inner loop: tests without vLLM (about 8 minutes)
+test-fast: env ## the inner loop: tests without vLLM (6 minutes)
 	$(call step,fast tests,$(BIN)/pytest -q tests/fast -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
 
 test-chaos: env ## faults against real services in real processes (3 minutes)
