@@ -55,8 +55,11 @@ def test_memory_follows_what_is_under_way_not_what_waits_or_was_streamed(tmp_pat
         own = peak_bytes("self")
         job = Job("train/100", Numbers(), N, Sampling(1.0, TOKENS, (0,), seed=1), 100, 0)
         began, seen = time.monotonic(), bytearray(PROMPTS * N)
+        handed = way.controller.counters()["dispatched"]
         way.controller.submit(job)
-        assert way.controller.sizes()["open"] <= 2 * (64 + 8) + 1, "what waits has no entry"
+        entries = way.controller.sizes()["open"]  # quick instances have answered some of them already
+        handed = way.controller.counters()["dispatched"] - handed
+        assert entries <= handed + 1 < PROMPTS, "what waits has no entry"
         for sample in way.controller.samples(job.job_id, 60.0):
             seen[int(sample.prompt.prompt_id) * N + sample.group_index] += 1
         seconds = time.monotonic() - began
