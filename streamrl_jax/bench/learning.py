@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.host import free_port
 
 CONFIGS: Final = Path("configs")
 INSTANCES: Final = 2
@@ -272,7 +273,7 @@ def _call(out: Path, name: str, *arguments: str) -> None:
 @contextlib.contextmanager
 def _instances(out: Path, model: Path) -> Iterator[list[str]]:
     """Instances on this machine that outlive a run, each on a core of its own."""
-    endpoints = [f"127.0.0.1:{_free_port()}" for _ in range(INSTANCES)]
+    endpoints = [f"127.0.0.1:{free_port()}" for _ in range(INSTANCES)]
     started: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         for number, endpoint in enumerate(endpoints):
@@ -295,12 +296,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_listening(endpoints: Sequence[str], started: Sequence[subprocess.Popen[bytes]], out: Path) -> None:

@@ -1,8 +1,9 @@
-"""Which host a process runs on, as far as shared memory goes."""
+"""What a process needs to know of its host: who shares its memory, and which port is free."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -15,3 +16,9 @@ def host_id() -> str:
         The kernel's boot id and the device number of the mount, which differs between mount namespaces.
     """
     return f"{_BOOT_ID.read_text().strip()}:{os.stat('/dev/shm').st_dev}"
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody holds now, for a process that must be told its port before it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

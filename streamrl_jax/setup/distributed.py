@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from streamrl_jax.config_distributed import DistributedSection
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.protocol import RunController
 from streamrl_jax.errors import UserError
+from streamrl_jax.gen.host import free_port
 from streamrl_jax.interrupt import StopRequested, part_badly
 from streamrl_jax.rundir import RunDir
 
@@ -62,7 +62,7 @@ def membership(cfg: Config) -> Member:
     if section.processes == 1:
         return Member()
     if section.spawn:
-        return Member(0, section.processes, f"127.0.0.1:{_free_port()}")
+        return Member(0, section.processes, f"127.0.0.1:{free_port()}")
     if section.processes:
         member = Member(section.process_id, section.processes, section.coordinator_address)
     else:
@@ -304,8 +304,3 @@ def _end(process: subprocess.Popen[bytes], lifeline: IO[bytes], index: int) -> N
 def trainer_log(logs: Path, index: int) -> Path:
     """Where a trainer process that is not the first says what it does."""
     return logs / f"trainer-{index}.log"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
