@@ -118,9 +118,11 @@ def test_another_life_neither_acknowledges_nor_takes_samples() -> None:
             lambda stale: stale.submit(job(0, count=4)),
         ]
         for ask in asks:  # the refusal may come before the question does, while it still connects
-            with pytest.raises(ControlError, match="a life of this one that is over"):
-                with reached(leader.address, Fence("run", 1)) as stale:
-                    ask(stale)
+            with (
+                pytest.raises(ControlError, match="a life of this one that is over"),
+                reached(leader.address, Fence("run", 1)) as stale,
+            ):
+                ask(stale)
         with reached(leader.address) as own:
             own.submit(job(0, count=4))
             threads = [threading.Thread(target=c.acknowledge, args=(STEP,)) for c in (leader, own)]
