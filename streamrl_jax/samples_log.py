@@ -188,6 +188,33 @@ def read_samples(run_dir: Path, iteration: int) -> list[Sample]:
     Raises:
         UserError: The iteration is not recorded, or its file is damaged.
     """
+    table = _read_table(run_dir, iteration)
+    arrays = {name: _arrays(table, name) for name in ("prompt_ids", "token_ids", "logprobs")}
+    rows = table.drop_columns(list(arrays)).to_pylist()
+    return [
+        _sample(row, arrays["prompt_ids"][index], arrays["token_ids"][index], arrays["logprobs"][index])
+        for index, row in enumerate(rows)
+    ]
+
+
+def read_columns(run_dir: Path, iteration: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Reads some columns of what an iteration consumed, without the cost of the others.
+
+    Args:
+        run_dir: The run directory.
+        iteration: Which.
+        columns: Their names, as in the file.
+
+    Returns:
+        A row a sample in the order of their consumption; lists are Python's.
+
+    Raises:
+        UserError: As `read_samples`.
+    """
+    return _read_table(run_dir, iteration, columns).to_pylist()
+
+
+def _read_table(run_dir: Path, iteration: int, columns: Sequence[str] | None = None) -> pa.Table:
     folder = run_dir / "samples"
     path = iteration_file(folder, iteration)
     if not path.is_file():
@@ -195,17 +222,11 @@ def read_samples(run_dir: Path, iteration: int) -> list[Sample]:
         span = f"{known[0]} to {known[-1]} are" if known else "none is"
         raise UserError(f"{path} does not exist: iteration {iteration} was not recorded ({span}).")
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path, columns=None if columns is None else list(columns))
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"{path} cannot be read as Parquet ({error}); it was damaged after the run."
         ) from error
-    arrays = {name: _arrays(table, name) for name in ("prompt_ids", "token_ids", "logprobs")}
-    rows = table.drop_columns(list(arrays)).to_pylist()
-    return [
-        _sample(row, arrays["prompt_ids"][index], arrays["token_ids"][index], arrays["logprobs"][index])
-        for index, row in enumerate(rows)
-    ]
 
 
 def _arrays(table: pa.Table, name: str) -> list[np.ndarray]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl_jax.config import Config
 from streamrl_jax.errors import UserError
-from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.progress import Display
-from streamrl_jax.rundir import RunDir
-from streamrl_jax.setup.devices import look_around, split_devices, trainer_environment
-from streamrl_jax.setup.generation import GenerationSide, open_generation
-from streamrl_jax.setup.inputs import Inputs, read_inputs
-from streamrl_jax.setup.jax_setup import prepare_jax
-from streamrl_jax.types import Fence
+from streamrl_jax.setup.serving import Served, serving
 
 if TYPE_CHECKING:
     from streamrl_jax.train.evaluator import Evaluation
@@ -44,46 +34,21 @@ def run(cfg: Config, checkpoint: Path | None = None) -> Evaluation:
         raise UserError(
             "data.test is empty, and there is nothing to evaluate on; give a file, or 'task:NAME'"
         )
-    split = split_devices(cfg, look_around(dict(os.environ)))
-    inputs = read_inputs(cfg)
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopSignal().listening())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-eval-")))
-        (folder / "logs").mkdir()
-        home = RunDir(folder, Fence(f"eval-{uuid.uuid4().hex[:8]}", 0))
-        display = stack.enter_context(Display("evaluation"))
-        generation = stack.enter_context(open_generation(cfg, home, inputs, split, display))
-        prepare_jax(cfg, trainer_environment(cfg, split))
-        return _evaluate(cfg, home, inputs, generation, display, stop)
+    with serving(cfg, "evaluation") as served:
+        return _evaluate(cfg, served)
 
 
-def _evaluate(
-    cfg: Config,
-    home: RunDir,
-    inputs: Inputs,
-    generation: GenerationSide,
-    display: Display,
-    stop: StopSignal,
-) -> Evaluation:
-    from streamrl_jax.train.assemble import build_mesh, open_bridge
+def _evaluate(cfg: Config, served: Served) -> Evaluation:
     from streamrl_jax.train.evaluator import Evaluator, evaluation_sampling
-    from streamrl_jax.train.hf import load_params
-    from streamrl_jax.train.models import Model
 
-    assert inputs.test_prompts is not None
-    controller = generation.controller
-    model = Model(inputs.arch, build_mesh(cfg))
-    with open_bridge(cfg, home, model.arch, generation) as weights:
-        weights.publish(load_params(inputs.model_dir, model), version=0)
-        with stop.interruptible():
-            controller.wait_ready(cfg.gen.start_timeout_s)
-        stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
-        sampling = evaluation_sampling(cfg, stop_ids)
-        prompts = inputs.test_prompts.all()
-        evaluator = Evaluator(cfg, controller, prompts, sampling, _Observer(display), stop)
-        result = evaluator.evaluate(0)
-        assert result is not None
-        return result
+    held_out = served.inputs.test_prompts
+    assert held_out is not None
+    sampling = evaluation_sampling(cfg, served.stop_token_ids)
+    observer = _Observer(served.display)
+    evaluator = Evaluator(cfg, served.controller, held_out.all(), sampling, observer, served.stop)
+    result = evaluator.evaluate(0)
+    assert result is not None
+    return result
 
 
 class _Observer:

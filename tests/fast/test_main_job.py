@@ -231,7 +231,7 @@ def test_an_evaluation_alone_finds_what_the_run_found(sync: Job) -> None:
     """`streamrl eval` of the checkpoint that the run began with: the same prompts, seeds and answers."""
     alone, before = evaluate.run(sync.cfg), sync.result.evaluations[0]
     assert replace(alone, seconds=0.0) == replace(before, seconds=0.0)
-    assert not any("streamrl-eval-" in path.name for path in Path("/dev/shm").iterdir())
+    assert not any("streamrl-evaluation-" in path.name for path in Path("/dev/shm").iterdir())
 
 
 def test_every_metric_is_declared_and_every_declared_one_is_emitted(sync: Job, stale: Job) -> None:
