@@ -1,0 +1,194 @@
+"""What `streamrl bench dispatch` compares: the policies, and the work of each round with what each policy knows of it.
+
+A round draws prompts from a file of recorded lengths, and for each of its answers one of the prompt's recorded lengths.
+All policies of a round answer exactly this work: they differ in the order of the prompts and in what they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from streamrl_jax.errors import UserError
+from streamrl_jax.ranker.lengths import ObservedLengths
+
+Dispatch = Literal["arrival", "lpt", "paper", "skewness"]
+"""As ``dispatch.policy`` of a run."""
+
+Knows = Literal["nothing", "history", "ranker", "truth"]
+"""Where the lengths come from that a policy plans with."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to hand out a round's work.
+
+    Attributes:
+        dispatch: As ``dispatch.policy``.
+        knows: Where its lengths come from.
+        shuffled: The prompts come in an order drawn for the round, else in that of the file.
+    """
+
+    dispatch: Dispatch
+    knows: Knows
+    shuffled: bool = False
+
+
+POLICIES: Final[Mapping[str, Policy]] = {
+    "fcfs": Policy("arrival", "nothing"),
+    "random": Policy("arrival", "nothing", shuffled=True),
+    "lpt-history": Policy("lpt", "history"),
+    "history": Policy("skewness", "history"),
+    "ranker-lpt": Policy("lpt", "ranker"),
+    "ranker-paper": Policy("paper", "ranker"),
+    "ranker": Policy("skewness", "ranker"),
+    "oracle-lpt": Policy("lpt", "truth"),
+    "oracle-paper": Policy("paper", "truth"),
+    "oracle": Policy("skewness", "truth"),
+}
+"""By the name that the command line knows."""
+
+BASE: Final = "random"
+BEST: Final = "oracle"
+"""The two that every policy is compared with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """Prompts with recorded lengths, and what was predicted of them.
+
+    Attributes:
+        rows: One for each prompt.
+        predicted: By source, expected tokens of an answer to each prompt; without ``truth``, which is the draw's own.
+    """
+
+    rows: Sequence[ObservedLengths]
+    predicted: Mapping[str, Float32[np.ndarray, " rows"]]
+
+    def offers(self, policy: Policy) -> bool:
+        """Whether it has what a policy wants to know."""
+        return policy.knows in ("nothing", "truth", *self.predicted)
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """The work of one round.
+
+    Attributes:
+        rows: Place of each prompt in the material, in the order of the file.
+        lengths: Tokens of each answer.
+        shuffled: The order of the prompts for the policies that shuffle.
+    """
+
+    rows: Int32[np.ndarray, " prompts"]
+    lengths: Int32[np.ndarray, "prompts n"]
+    shuffled: Int32[np.ndarray, " prompts"]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A round's work as one policy meets it.
+
+    Attributes:
+        rows: Place of each prompt in the material, in the order of arrival.
+        lengths: Tokens of each answer.
+        predicted: Expected tokens of an answer to each prompt; None: not known.
+    """
+
+    rows: Int32[np.ndarray, " prompts"]
+    lengths: Int32[np.ndarray, "prompts n"]
+    predicted: Float32[np.ndarray, " prompts"] | None
+
+
+def draw(material: Material, prompts: int, n: int, seed: Sequence[int], *, again: bool = False) -> Draw:
+    """Draws a round's work.
+
+    Args:
+        material: With enough rows and lengths.
+        prompts: How many.
+        n: Answers to each.
+        seed: Of this round.
+        again: A prompt may be drawn more than once, as a pool needs that is larger than the measured one.
+
+    Raises:
+        UserError: There are fewer prompts, or fewer answers to one of them.
+    """
+    rows = material.rows
+    if prompts > len(rows) and not again:
+        raise UserError(
+            f"--prompts {prompts} is more than the {len(rows)} prompts of --lengths; give fewer, or collect more "
+            "(streamrl rank collect)"
+        )
+    random = np.random.default_rng(list(seed))
+    chosen = np.sort(random.choice(len(rows), prompts, replace=again)).astype(np.int32)
+    lengths = np.empty((prompts, n), np.int32)
+    for place, row in enumerate(chosen):
+        known = rows[row].lengths
+        if n > len(known):
+            raise UserError(
+                f"--n {n} is more than the {len(known)} answers that --lengths has to prompt {rows[row].prompt_id}; "
+                "give fewer, or collect more (streamrl rank collect --n)"
+            )
+        lengths[place] = random.choice(known, n, replace=False)
+    return Draw(chosen, lengths, random.permutation(prompts).astype(np.int32))
+
+
+def order(policy: Policy, work: Draw, material: Material) -> Order:
+    """How a policy meets a round's work.
+
+    Args:
+        policy: Whose lengths the material has.
+        work: Of the round.
+        material: It was drawn from.
+    """
+    rows, lengths = work.rows, work.lengths
+    if policy.shuffled:
+        rows, lengths = rows[work.shuffled], lengths[work.shuffled]
+    match policy.knows:
+        case "nothing":
+            predicted = None
+        case "truth":
+            predicted = lengths.mean(axis=1).astype(np.float32)
+        case source:
+            predicted = material.predicted[source][rows]
+    return Order(rows, lengths, predicted)
+
+
+def turns(names: Sequence[str], rounds: int, seed: int) -> list[list[str]]:
+    """The order in which the policies run in each round: one shuffled order, which each round begins one further on.
+
+    So no policy runs at one place of all rounds: a cache that fills, or a machine that grows busy, favours none.
+    """
+    shuffled = [names[int(place)] for place in np.random.default_rng(seed).permutation(len(names))]
+    return [[shuffled[(place + turn) % len(names)] for place in range(len(names))] for turn in range(rounds)]
+
+
+def means_by_prompt(
+    rows: Sequence[ObservedLengths], of: Sequence[ObservedLengths]
+) -> Float32[np.ndarray, " rows"]:
+    """The mean recorded length of each prompt in another sampling.
+
+    Args:
+        rows: The prompts asked about.
+        of: The other sampling.
+
+    Raises:
+        UserError: It does not have one of the prompts.
+    """
+    known = {row.prompt_id: row.mean for row in of}
+    lacking = [row.prompt_id for row in rows if row.prompt_id not in known]
+    if lacking:
+        raise UserError(
+            f"--history has no lengths of prompt {lacking[0]!r}, as of {len(lacking)} of the {len(rows)} prompts of "
+            "--lengths; collect both from the same prompts (streamrl rank collect)"
+        )
+    return np.asarray([known[row.prompt_id] for row in rows], np.float32)

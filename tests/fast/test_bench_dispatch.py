@@ -1,0 +1,146 @@
+"""The dispatch benchmark: the same work under every policy, figures that are what they are called, and the model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from streamrl_jax.bench.dispatch_draws import (
+    POLICIES,
+    Material,
+    draw,
+    means_by_prompt,
+    order,
+    turns,
+)
+from streamrl_jax.bench.intervals import mean, paired_ratio, student
+from streamrl_jax.errors import UserError
+from streamrl_jax.ranker.lengths import ObservedLengths
+
+
+def material(count: int = 12, answers: int = 4) -> Material:
+    """Prompt k's answers have about 10 k tokens."""
+    rows = [
+        ObservedLengths(
+            str(row),
+            np.asarray([1, row], np.int32),
+            tuple(10 * row + 1 + k for k in range(answers)),
+            (False,) * answers,
+        )
+        for row in range(count)
+    ]
+    said = np.arange(count, dtype=np.float32) * 10 + 2
+    return Material(rows, {"history": said, "ranker": said[::-1].copy()})
+
+
+# ---- intervals
+
+
+@pytest.mark.parametrize(("rounds", "half"), [(2, 12.7062), (5, 2.7764), (11, 2.2281)])
+def test_the_interval_is_students(rounds: int, half: float) -> None:
+    """Values of printed tables."""
+    assert student(rounds) == pytest.approx(half, abs=1e-4)
+
+
+def test_what_a_round_has_of_its_own_cancels() -> None:
+    """One way takes 0.8 of the other's time in every round, though the rounds differ tenfold."""
+    base = [1.0, 10.0, 3.0]
+    found = paired_ratio([0.8 * value for value in base], base)
+    assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.8, 0.8))
+    assert str(found) == "0.800 (0.800 to 0.800)"
+
+
+def test_the_interval_of_a_ratio_turns_over_with_it() -> None:
+    """a over b and b over a tell the same, which the arithmetic mean of ratios does not."""
+    a, b = [1.0, 2.0, 4.0], [2.0, 2.0, 3.0]
+    there, back = paired_ratio(a, b), paired_ratio(b, a)
+    assert (1 / back.value, 1 / back.high, 1 / back.low) == pytest.approx(
+        (there.value, there.low, there.high)
+    )
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    random = np.random.default_rng(3)
+    found = [mean(random.normal(5.0, 2.0, 4).tolist()) for _ in range(4000)]
+    held = sum(one.low <= 5.0 <= one.high for one in found) / len(found)
+    assert held == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / 4000))
+
+
+def test_one_round_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="at least two rounds"):
+        mean([1.0])
+
+
+# ---- the work of a round
+
+
+def test_a_draw_is_of_recorded_lengths_and_known_by_its_seed() -> None:
+    known = material()
+    one, same, other = (draw(known, 8, 3, (1, number)) for number in (0, 0, 1))
+    assert np.array_equal(one.lengths, same.lengths) and not np.array_equal(one.rows, other.rows)
+    assert len(set(one.rows.tolist())) == 8
+    for row, lengths in zip(one.rows, one.lengths, strict=True):
+        assert len(set(lengths.tolist())) == 3, "each answer was recorded once"
+        assert set(lengths.tolist()) <= set(known.rows[row].lengths)
+    assert one.tokens == one.lengths.sum()
+
+
+def test_a_larger_pool_draws_prompts_again() -> None:
+    work = draw(material(), 100, 4, (1,), again=True)
+    assert len(work.rows) == 100 and max(Counter(work.rows.tolist()).values()) > 1
+
+
+def test_every_policy_meets_the_same_work() -> None:
+    known = material()
+    work = draw(known, 8, 3, (1, 0))
+    all_of_it = sorted(
+        (int(row), *map(int, lengths)) for row, lengths in zip(work.rows, work.lengths, strict=True)
+    )
+    for name, policy in POLICIES.items():
+        met = order(policy, work, known)
+        here = [(int(row), *map(int, lengths)) for row, lengths in zip(met.rows, met.lengths, strict=True)]
+        assert sorted(here) == all_of_it, name
+        assert (here == all_of_it) != policy.shuffled, "arrival is the order of the file, unless shuffled"
+
+
+def test_a_policy_is_told_what_it_knows_and_no_more() -> None:
+    known = material()
+    work = draw(known, 8, 3, (1, 0))
+    for name in ("fcfs", "random"):
+        assert order(POLICIES[name], work, known).predicted is None
+    for name, source in (("lpt-history", "history"), ("ranker", "ranker"), ("ranker-lpt", "ranker")):
+        predicted = order(POLICIES[name], work, known).predicted
+        assert predicted is not None
+        assert predicted.tolist() == known.predicted[source][work.rows].tolist()
+    oracle = order(POLICIES["oracle"], work, known).predicted
+    assert oracle is not None
+    np.testing.assert_allclose(oracle, work.lengths.mean(axis=1))
+
+
+def test_no_policy_has_a_place_of_its_own() -> None:
+    names = list("abcd")
+    found = turns(names, 4, seed=5)
+    assert all(sorted(turn) == names for turn in found)
+    assert all({turn[place] for turn in found} == set(names) for place in range(4))
+    assert found == turns(names, 4, seed=5)
+
+
+def test_history_is_the_mean_of_the_other_sampling() -> None:
+    rows = material(3).rows
+    other = [
+        ObservedLengths(row.prompt_id, row.token_ids, (5, 7, 9 * int(row.prompt_id) + 3), (False,) * 3)
+        for row in reversed(rows)
+    ]
+    assert means_by_prompt(rows, other).tolist() == [5.0, 8.0, 11.0]
+    with pytest.raises(UserError, match=r"no lengths of prompt '2', as of 1 of the 3 prompts"):
+        means_by_prompt(rows, other[1:])
+
+
+def test_more_than_was_recorded_is_refused() -> None:
+    with pytest.raises(UserError, match="--prompts 13 is more than the 12 prompts"):
+        draw(material(), 13, 1, (1,))
+    with pytest.raises(UserError, match="--n 5 is more than the 4 answers"):
+        draw(material(), 3, 5, (1,))
