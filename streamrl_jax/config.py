@@ -21,6 +21,7 @@ from streamrl_jax.config_algorithm import (
 from streamrl_jax.config_control import ControlSection
 from streamrl_jax.config_distributed import DistributedSection
 from streamrl_jax.config_generation import GenSection
+from streamrl_jax.config_ranker import DispatchSection, RankerSection
 from streamrl_jax.config_rules import GROUP_BASELINES, WHITENED, CombinationFaultsError, combination_faults
 from streamrl_jax.config_section import Section
 from streamrl_jax.config_security import SecuritySection
@@ -254,6 +255,8 @@ class Config(Section):
     trainer: TrainerSection = TrainerSection()
     bridge: BridgeSection = BridgeSection()
     control: ControlSection = ControlSection()
+    dispatch: DispatchSection = DispatchSection()
+    ranker: RankerSection = RankerSection()
     agreement: AgreementSection = AgreementSection()
     security: SecuritySection = SecuritySection()
     sft: SftSection = SftSection()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from streamrl_jax.config_generation import pool_faults
+from streamrl_jax.config_ranker import dispatch_faults
 from streamrl_jax.config_section import Section
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def combination_faults(cfg: Config) -> Iterator[str]:
     yield from _correction_faults(cfg)
     yield from _filter_faults(cfg)
     yield from _generation_faults(cfg)
+    yield from dispatch_faults(cfg.dispatch, cfg.ranker)
 
 
 def _changed(section: Section, *names: str) -> list[str]:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from streamrl_jax.config_ranker import POLICIES, Policy
 from streamrl_jax.control.columns import columns_from_json, columns_to_json
 from streamrl_jax.control.events import Activity, ControlEvent, EventKind, InstanceView
 from streamrl_jax.control.faults import ControlError, ControllerFault, RewardError
-from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.jobs import LONGEST, Job
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.usage import Used
 from streamrl_jax.errors import UserError
@@ -76,10 +77,10 @@ def prompts_digest(prompts: Iterable[Prompt]) -> bytes:
 
 
 def job_digest(job: Job, into: str = "") -> bytes:
-    """Of all that a job holds: equal submissions have equal ones."""
+    """Of all that a job holds, but for its predictions: equal submissions have equal ones."""
     rest = (
         job.job_id, into, job.n, job.sampling, job.iteration, job.min_version, job.priority, job.evaluation,
-        job.probe, job.pinned,
+        job.probe, job.pinned, job.policy, None if job.forced is None else tuple(map(int, job.forced)),
     )  # fmt: skip
     return hashlib.blake2b(repr(rest).encode() + prompts_digest(job.prompts), digest_size=16).digest()
 
@@ -108,14 +109,19 @@ def job_to_proto(reader: int, job: Job, into: str, *, digest: bytes = b"") -> It
         probe=job.probe,
         pinned=job.pinned,
         digest=digest or job_digest(job, into),
+        policy=job.policy or "",
     )
     piece = pb.SubmitRequest(reader=reader, job=head)
     size = 0
-    for prompt in job.prompts:
+    for position, prompt in enumerate(job.prompts):
         row = pb.PromptRow(
             prompt_id=prompt.prompt_id,
             token_ids=wire.ids_to_bytes(prompt.token_ids),
             columns=columns_to_json(prompt.columns, prompt.prompt_id),
+            predicted=None if job.predicted is None else float(job.predicted[position]),
+            forced=[]
+            if job.forced is None
+            else map(int, job.forced[position * job.n : (position + 1) * job.n]),
         )
         if (of_row := row.ByteSize()) > _LARGEST:
             raise UserError(
@@ -142,6 +148,8 @@ class JobPieces:
     reader: int = 0
     whole: bool = False
     prompts: list[Prompt] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
 
     def add(self, message: pb.SubmitRequest) -> None:
         """Takes a piece.
@@ -160,6 +168,15 @@ class JobPieces:
             ids = wire.ids_from_bytes("prompt.token_ids", row.token_ids)
             columns = columns_from_json(row.columns)
             self.prompts.append(Prompt(wire.name("prompt.prompt_id", row.prompt_id), ids, columns))
+            if row.HasField("predicted"):
+                self.predicted.append(wire.finite("prompt.predicted", row.predicted, 1.0, LONGEST))
+            if row.forced and len(row.forced) != self.head.n:
+                raise ValueError(
+                    f"prompt.forced has {len(row.forced)} lengths; the job has n = {self.head.n}"
+                )
+            self.forced += [
+                wire.count("prompt.forced", tokens, wire.MAX_TOKENS, low=1) for tokens in row.forced
+            ]
         self.whole = message.last
 
     def job(self) -> tuple[Job, str]:
@@ -182,6 +199,9 @@ class JobPieces:
             evaluation=head.evaluation,
             probe=head.probe,
             pinned=wire.name("submit.job.pinned", head.pinned, empty=True),
+            predicted=self.predicted or None,
+            forced=self.forced or None,
+            policy=wire.lookup("submit.job.policy", _POLICIES, head.policy),
         )
         return job, wire.name("submit.job.into", head.into, empty=True)
 
@@ -362,3 +382,4 @@ def _digest(field: str, value: bytes) -> bytes:
 _KINDS: Final = {kind.value: kind for kind in EventKind}
 _STATES: Final = {state.value: state for state in InstanceState}
 _ACTIVITIES: Final = {activity.value: activity for activity in Activity}
+_POLICIES: Final[Mapping[str, Policy | None]] = {"": None, **{policy: policy for policy in POLICIES}}

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+import numpy as np
+
+from streamrl_jax.config_ranker import Policy
 from streamrl_jax.types import Prompt, Sampling
 
-_SEED_BITS = 31  # every engine takes a seed of this size
+_SEED_BITS: Final = 31  # every engine takes a seed of this size
+_ITERATION_BITS: Final = 20
+_LENGTH_BITS: Final = 12
+LONGEST: Final = 2.0**53
+"""Largest length that may be predicted, tokens."""
+
+_LONGEST_LOG2: Final = 20.0  # a length of 2^20 tokens, the longest that the wire takes, is the largest one
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +37,26 @@ class Job:
     evaluation: bool = False
     probe: bool = False  # not rewarded, not part of an iteration
     pinned: str = ""  # the one instance that may answer; empty: any
+    predicted: Sequence[float] | None = None
+    """Expected tokens of an answer, one per prompt, each 1 or more; None: nothing is known, and nothing is planned.
+    They steer where and when a sample runs, never what is sampled, and are no part of the job's digest: where several
+    trainer processes submit the job, those of the first one to come are taken."""
+    forced: Sequence[int] | None = None
+    """Exact tokens of each sample, in the order of `members`: recorded lengths, for evaluations only."""
+    policy: Policy | None = None
+    """How it is dispatched; None: as the controller's settings say. Without predictions nothing is planned."""
 
     def __post_init__(self) -> None:
         if not self.prompts or self.n < 1:
             raise ValueError(
                 f"job {self.job_id}: {len(self.prompts)} prompts with n = {self.n}: nothing to do"
             )
+        if self.predicted is not None:
+            _check_lengths(f"job {self.job_id}: predicted", self.predicted, len(self.prompts), LONGEST)
+        if self.forced is not None:
+            if not self.evaluation:
+                raise ValueError(f"job {self.job_id}: forced lengths are for evaluations only")
+            _check_lengths(f"job {self.job_id}: forced", self.forced, self.size, self.sampling.max_new_tokens)
 
     @property
     def size(self) -> int:
@@ -39,9 +64,43 @@ class Job:
         return len(self.prompts) * self.n
 
 
-def engine_priority(job: Job) -> int:
-    """Folds (priority, iteration) into the one number that an engine's queue knows; lower runs first."""
-    return (job.priority << 32) + job.iteration
+def _check_lengths(what: str, lengths: Sequence[float], count: int, longest: float) -> None:
+    if len(lengths) != count:
+        raise ValueError(f"{what} has {len(lengths)} lengths; {count} are needed")
+    found = np.asarray(lengths, np.float64)
+    bad = np.flatnonzero(~(np.isfinite(found) & (found >= 1) & (found <= longest)))
+    if bad.size:
+        raise ValueError(
+            f"{what}[{bad[0]}] = {found[bad[0]]:g} is no length: it must be finite, and in [1, {longest:g}]"
+        )
+
+
+def engine_priority(job: Job, position: int = 0) -> int:
+    """Folds (priority, iteration, -predicted length) into the one number that an engine's queue knows.
+
+    64 bits with a sign, from the highest::
+
+        priority 32 (signed) | iteration 32                      without predictions
+        priority 32 (signed) | iteration 20 | 4095 - length 12   with them
+
+    So the priority decides between any two jobs, and training gives every iteration its own. Among predicted jobs of
+    one priority the older iteration goes first, then the longer answer. Iterations saturate at 2^20 - 1. Lengths count
+    in steps of 0.34 % (4095 log2(tokens) / 20) and saturate at 2^20 tokens; what falls together runs in the order of
+    its arrival.
+
+    Args:
+        job: of the sample.
+        position: of its prompt in the job.
+
+    Returns:
+        Lower runs first.
+    """
+    if job.predicted is None:
+        return (job.priority << 32) + job.iteration
+    top = (1 << _LENGTH_BITS) - 1
+    length = min(top, int(top * math.log2(job.predicted[position]) / _LONGEST_LOG2))
+    iteration = min(max(job.iteration, 0), (1 << _ITERATION_BITS) - 1)
+    return (job.priority << 32) + (iteration << _LENGTH_BITS) + top - length
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,13 +129,43 @@ def members(job: Job) -> Iterator[Member]:
     for position, prompt in enumerate(job.prompts):
         repeat = seen[prompt.prompt_id]
         seen[prompt.prompt_id] += 1
-        group = f"{job.job_id}/{prompt.prompt_id}" + (f"~{repeat}" if repeat else "")
         for index in range(job.n):
-            yield Member(f"{group}/{index}", group, position, index)
+            yield member(job, position, index, repeat)
 
 
-def sampling_of(job: Job, sample_id: str, continued_attempt: int = 0) -> Sampling:
-    """Gives a sample its own seed, so that the answers of a group differ.
+def member(job: Job, position: int, index: int, repeat: int) -> Member:
+    """Names one sample.
+
+    Args:
+        job: whose.
+        position: of its prompt in the job.
+        index: among the answers to the prompt.
+        repeat: how many earlier positions hold the same prompt; see `repeats`.
+    """
+    group = f"{job.job_id}/{job.prompts[position].prompt_id}" + (f"~{repeat}" if repeat else "")
+    return Member(f"{group}/{index}", group, position, index)
+
+
+def repeats(job: Job) -> Mapping[int, int]:
+    """How many earlier positions hold the same prompt, for the positions where any does."""
+    seen: Counter[str] = Counter()
+    found: dict[int, int] = {}
+    for position, prompt in enumerate(job.prompts):
+        if repeat := seen[prompt.prompt_id]:
+            found[position] = repeat
+        seen[prompt.prompt_id] += 1
+    return found
+
+
+def limits_of(job: Job, asked: Member) -> Sampling:
+    """What a sample's answer is drawn from, without its own seed."""
+    if job.forced is None:
+        return job.sampling
+    return replace(job.sampling, forced_length=int(job.forced[asked.position * job.n + asked.index]))
+
+
+def sampling_of(job: Job, asked: Member, continued_attempt: int = 0) -> Sampling:
+    """Gives a sample its own seed, so that the answers of a group differ, and its own length if that is given.
 
     A repeated attempt keeps the seed: were it drawn anew, the answers short enough to end before their
     instance died would be over-represented. A continuation of a partial answer must not: an engine replays
@@ -84,14 +173,15 @@ def sampling_of(job: Job, sample_id: str, continued_attempt: int = 0) -> Samplin
 
     Args:
         job: the sample's job; without a seed the engine draws freely.
-        sample_id: the sample.
+        asked: the sample.
         continued_attempt: the attempt number when a partial answer is continued, else 0.
 
     Returns:
-        The job's sampling with the sample's seed.
+        The job's sampling with the sample's seed and forced length.
     """
-    if job.sampling.seed is None:
-        return job.sampling
-    text = f"{job.sampling.seed}\0{sample_id}\0{continued_attempt}"
+    sampling = limits_of(job, asked)
+    if sampling.seed is None:
+        return sampling
+    text = f"{sampling.seed}\0{asked.sample_id}\0{continued_attempt}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return replace(job.sampling, seed=int.from_bytes(digest, "little") >> (64 - _SEED_BITS))
+    return replace(sampling, seed=int.from_bytes(digest, "little") >> (64 - _SEED_BITS))

@@ -9,7 +9,7 @@ from functools import partial
 
 from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.intake import Intake
-from streamrl_jax.control.jobs import Job, Member, engine_priority, members, sampling_of
+from streamrl_jax.control.jobs import Job, Member, engine_priority, limits_of, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
 from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.partials import ending, extend, resumable
@@ -27,6 +27,7 @@ from streamrl_jax.types import (
     Rejection,
     RejectReason,
     Sample,
+    Sampling,
 )
 
 _REFUSED_FOR_GOOD = frozenset(
@@ -40,6 +41,11 @@ class _Open:
 
     job: Job
     member: Member
+
+    @property
+    def limits(self) -> Sampling:
+        """How long its answer may be, and where it stops."""
+        return limits_of(self.job, self.member)
 
 
 class Work:
@@ -157,7 +163,7 @@ class Work:
         elif before is not None and progress.offset + len(progress.token_ids) <= len(before.token_ids):
             return Verdict.DUPLICATE  # it repeats what is known, which proves no work
         elif (known := extend(before, progress)) is not None:
-            sampling = self._open[progress.sample_id].job.sampling
+            sampling = self._open[progress.sample_id].limits
             if len(known.token_ids) > sampling.longest:
                 raise InstanceLost(
                     f"its answer to sample {progress.sample_id} has passed the {sampling.longest} tokens that were "
@@ -220,7 +226,7 @@ class Work:
     def longest(self, instance: str) -> int | None:
         """Tokens of the longest answer that was asked of what the instance holds; None: it holds nothing."""
         held = self.ledger.held(instance)
-        return max((self._open[sample_id].job.sampling.longest for sample_id in held), default=None)
+        return max((self._open[sample_id].limits.longest for sample_id in held), default=None)
 
     def sizes(self) -> dict[str, int]:
         """Entries held in memory, by kind; all 0 when every job is done."""
@@ -254,8 +260,8 @@ class Work:
             sample_id=sample_id,
             attempt=attempt,
             prompt_ids=job.prompts[member.position].token_ids,
-            sampling=sampling_of(job, sample_id, attempt if resumed else 0),
-            priority=engine_priority(job),
+            sampling=sampling_of(job, member, attempt if resumed else 0),
+            priority=engine_priority(job, member.position),
             min_version=job.min_version,
             resumed=resumed,
             probe=job.probe,
@@ -285,7 +291,7 @@ class Work:
 
     def _check_length(self, generation: Generation) -> None:
         """An answer that nobody asked for would break the trainer's shapes: whoever sends one is not trusted."""
-        length, limit = len(generation.token_ids), self._open[generation.sample_id].job.sampling.longest
+        length, limit = len(generation.token_ids), self._open[generation.sample_id].limits.longest
         if not 1 <= length <= limit:
             raise InstanceLost(
                 f"its answer to sample {generation.sample_id} has {length} tokens; 1 to {limit} were asked for"

@@ -155,7 +155,7 @@ class SubmitRequest(_message.Message):
     def __init__(self, reader: _Optional[int] = ..., job: _Optional[_Union[JobHead, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptRow, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class JobHead(_message.Message):
-    __slots__ = ("job_id", "into", "n", "sampling", "iteration", "min_version", "priority", "evaluation", "probe", "pinned", "digest")
+    __slots__ = ("job_id", "into", "n", "sampling", "iteration", "min_version", "priority", "evaluation", "probe", "pinned", "digest", "policy")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INTO_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class JobHead(_message.Message):
     PROBE_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     into: str
     n: int
@@ -178,17 +179,22 @@ class JobHead(_message.Message):
     probe: bool
     pinned: str
     digest: bytes
-    def __init__(self, job_id: _Optional[str] = ..., into: _Optional[str] = ..., n: _Optional[int] = ..., sampling: _Optional[_Union[_streamrl_pb2.Sampling, _Mapping]] = ..., iteration: _Optional[int] = ..., min_version: _Optional[int] = ..., priority: _Optional[int] = ..., evaluation: _Optional[bool] = ..., probe: _Optional[bool] = ..., pinned: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    policy: str
+    def __init__(self, job_id: _Optional[str] = ..., into: _Optional[str] = ..., n: _Optional[int] = ..., sampling: _Optional[_Union[_streamrl_pb2.Sampling, _Mapping]] = ..., iteration: _Optional[int] = ..., min_version: _Optional[int] = ..., priority: _Optional[int] = ..., evaluation: _Optional[bool] = ..., probe: _Optional[bool] = ..., pinned: _Optional[str] = ..., digest: _Optional[bytes] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class PromptRow(_message.Message):
-    __slots__ = ("prompt_id", "token_ids", "columns")
+    __slots__ = ("prompt_id", "token_ids", "columns", "predicted", "forced")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     token_ids: bytes
     columns: bytes
-    def __init__(self, prompt_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., columns: _Optional[bytes] = ...) -> None: ...
+    predicted: float
+    forced: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., columns: _Optional[bytes] = ..., predicted: _Optional[float] = ..., forced: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
     __slots__ = ("error", "job_ids")

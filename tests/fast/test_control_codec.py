@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl_jax.config_ranker import Policy
 from streamrl_jax.control import codec
 from streamrl_jax.control.columns import columns_from_json, columns_to_json
 from streamrl_jax.control.faults import ControlError, ControllerFault, RewardError
@@ -19,6 +22,7 @@ from streamrl_jax.control.jobs import Job
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.net import MAX_MESSAGE_BYTES
 from streamrl_jax.interrupt import StopRequested
+from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.types import Fence, FinishReason, Generation, Prompt, Sample, Sampling, VersionRun
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32, stop_token_ids=(0,), seed=5)
@@ -159,3 +163,72 @@ def test_exceptions_keep_their_class_text_and_traceback() -> None:
         and "KeyError: 'the answer" in str(fault)
         and "Traceback" in str(fault)
     )
+
+
+lengths = st.lists(st.floats(1, 2.0**53), min_size=1, max_size=5)
+
+
+@given(
+    lengths, st.integers(1, 3), st.booleans(), st.sampled_from([None, "arrival", "lpt", "paper", "skewness"])
+)
+def test_predictions_and_forced_lengths_come_back(
+    predicted: list[float], n: int, forces: bool, policy: Policy | None
+) -> None:
+    rows = [Prompt(str(row), np.arange(3, dtype=np.int32), {}) for row in range(len(predicted))]
+    forced = [1 + index % 32 for index in range(len(rows) * n)] if forces else None
+    job = Job(
+        "eval/3", rows, n, SAMPLING, 3, 2, evaluation=True, predicted=predicted, forced=forced, policy=policy
+    )
+    back = sent(job)
+    assert (back.predicted, back.forced, back.policy) == (predicted, forced, policy)
+    assert codec.job_digest(back) == codec.job_digest(job) == codec.job_digest(replace(job, predicted=None))
+    assert codec.job_digest(job) != codec.job_digest(replace(job, forced=[3] * job.size))
+
+
+def sent(job: Job) -> Job:
+    """The job after its way over the wire."""
+    found = codec.JobPieces()
+    for piece in codec.job_to_proto(0, job, ""):
+        found.add(pb.SubmitRequest.FromString(piece.SerializeToString()))
+    return found.job()[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"predicted": [3.0]}, r"predicted has 1 lengths; 2 are needed"),
+        ({"predicted": [3.0, math.nan]}, r"predicted\[1\] = nan is no length"),
+        ({"predicted": [0.5, 3.0]}, r"predicted\[0\] = 0.5 is no length"),
+        ({"predicted": [math.inf, 3.0]}, r"predicted\[0\] = inf is no length"),
+        ({"forced": [3, 4]}, r"forced lengths are for evaluations only"),
+        ({"forced": [3, 4, 5], "evaluation": True}, r"forced has 3 lengths; 4 are needed"),
+        ({"forced": [3, 4, 5, 33], "evaluation": True}, r"forced\[3\] = 33 is no length: .* in \[1, 32\]"),
+        ({"forced": [3, 4, 0, 5], "evaluation": True}, r"forced\[2\] = 0 is no length"),
+    ],
+)
+def test_lengths_that_are_none_are_refused_by_place_and_value(what: dict[str, Any], said: str) -> None:
+    rows = [Prompt(str(row), np.arange(3, dtype=np.int32), {}) for row in range(2)]
+    with pytest.raises(ValueError, match=said):
+        Job("eval/3", rows, 2, SAMPLING, 3, 2, **what)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[0].ClearField("predicted"), r"predicted has 1 lengths; 2 are needed"),
+        (lambda rows: setattr(rows[0], "predicted", math.nan), r"prompt.predicted = nan"),
+        (lambda rows: setattr(rows[1], "predicted", 0.0), r"prompt.predicted = 0.0"),
+        (lambda rows: rows[1].forced.append(3), r"prompt.forced has 3 lengths; the job has n = 2"),
+        (lambda rows: rows[1].ClearField("forced"), r"forced has 2 lengths; 4 are needed"),
+        (lambda rows: rows[1].forced.__setitem__(0, 0), r"prompt.forced = 0"),
+    ],
+)
+def test_lengths_from_the_wire_are_checked(change: Callable[[Any], None], said: str) -> None:
+    rows = [Prompt(str(row), np.arange(3, dtype=np.int32), {}) for row in range(2)]
+    job = Job("eval/3", rows, 2, SAMPLING, 3, 2, evaluation=True, predicted=[4.0, 5.0], forced=[1, 2, 3, 4])
+    (piece,) = codec.job_to_proto(0, job, "")
+    change(piece.prompts)
+    found = codec.JobPieces()
+    with pytest.raises(ValueError, match=said):
+        found.add(piece)
+        found.job()

@@ -258,9 +258,9 @@ def test_members_are_named_once_even_when_a_prompt_comes_twice() -> None:
 
 def test_seeds_differ_within_a_group_and_stay_over_attempts() -> None:
     job = Job("train/4", [prompt("7")], 8, SAMPLING, 4, 4)
-    ids = [one.sample_id for one in members(job)]
-    seeds = [sampling_of(job, sample_id).seed for sample_id in ids]
+    asked = list(members(job))
+    seeds = [sampling_of(job, one).seed for one in asked]
     assert len(set(seeds)) == 8
-    assert seeds == [sampling_of(job, sample_id).seed for sample_id in ids]
-    assert sampling_of(job, ids[0], continued_attempt=1).seed not in seeds
+    assert seeds == [sampling_of(job, one).seed for one in asked]
+    assert sampling_of(job, asked[0], continued_attempt=1).seed not in seeds
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)

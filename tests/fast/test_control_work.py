@@ -8,10 +8,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl_jax.control.core import PROBE_PRIORITY
 from streamrl_jax.control.faults import ControlError, InstanceLost, RewardError
@@ -135,6 +138,52 @@ def test_engine_priority_puts_earlier_iterations_first_and_probes_before_all() -
     ]
     assert order == sorted(order)
     assert all(-(2**63) <= number < 2**63 for number in order)
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 99), st.floats(1, 1e6)), min_size=2, max_size=9))
+def test_engine_priority_puts_longer_answers_first_within_an_iteration(
+    jobs: list[tuple[int, int, float]],
+) -> None:
+    """Priority, then iteration, then length in steps of 0.34 %; without predictions it is as it was."""
+
+    def number(priority: int, iteration: int, length: float | None) -> int:
+        predicted = None if length is None else [length]
+        return engine_priority(replace(train(), priority=priority, iteration=iteration, predicted=predicted))
+
+    for first, second in pairwise(jobs):
+        (priority, iteration, length), (other_priority, other_iteration, other) = first, second
+        assert number(priority, iteration, None) == (priority << 32) + iteration
+        if (priority, iteration) != (other_priority, other_iteration):
+            wanted = (priority, iteration) < (other_priority, other_iteration)
+            assert (number(*first) < number(*second)) == wanted
+        elif length > 1.004 * other:
+            assert number(*first) < number(*second)
+        if priority != other_priority:
+            assert (number(*first) < number(*second[:2], None)) == (priority < other_priority)
+
+
+def test_engine_priority_saturates_and_fits_64_bits() -> None:
+    largest = (1 << 31) - 1
+    for priority in (-largest, PROBE_PRIORITY, largest):
+        at_most = [
+            engine_priority(replace(train(), priority=priority, iteration=iteration, predicted=[length]))
+            for iteration, length in [(-1, 2.0**53), (0, 2.0**21), (2**20 - 1, 1.0), (largest, 1.0)]
+        ]
+        assert at_most[0] == at_most[1] == priority << 32 and at_most[2] == at_most[3]
+        assert priority << 32 <= at_most[2] < (priority + 1) << 32
+        assert all(-(2**63) <= number < 2**63 for number in at_most)
+
+
+def test_a_forced_length_is_its_samples_own() -> None:
+    jobs = work()
+    job = replace(train(n=2), job_id="eval/3", evaluation=True, forced=[2, 7])
+    jobs.submit(job)
+    (_, first), (_, second) = jobs.take(ROOMS)
+    assert (first.sampling.forced_length, second.sampling.forced_length) == (2, 7)
+    assert first.sampling.seed != second.sampling.seed
+    assert jobs.longest("a") == 7
+    with pytest.raises(InstanceLost, match=r"has 3 tokens; 1 to 2 were asked for"):
+        jobs.finished(LIFE, replace(answer(first), token_ids=np.ones(3, np.int32)), "a")
 
 
 # ---------------------------------------------------------------- rewards
