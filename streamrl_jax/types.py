@@ -265,11 +265,12 @@ class InstanceInfo:
     same_host_weights: bool
     host_id: str
     engine: str
+    kv_tokens: int = 0  # tokens of context that its KV cache holds; 0: not known
 
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """A heartbeat, or the reply to GetStatus (which alone fills what follows ``engine_age_s``)."""
+    """A heartbeat, or the reply to GetStatus (which alone fills what follows ``steps_total``)."""
 
     state: InstanceState
     version: int
@@ -277,6 +278,7 @@ class InstanceStatus:
     waiting: int = 0
     tokens_since_last: int = 0
     engine_age_s: float = 0.0  # since the engine itself, not its API process, last answered
+    steps_total: int = 0  # steps of the engine that sampled a token, since it started
     message: str = ""  # of FAILED: why
     phase: str = ""  # of LOADING: what it is doing
     tokens_total: int = 0

@@ -55,6 +55,8 @@ class FakeEngine:
     quarantine_update: str = ""  # the reason with which an update fails after it began
     start_failure: str = ""
     tokens_total: int = 0
+    steps_total: int = 0
+    kv_tokens: int = 4096
     excused_until_s: float = 0.0
     log: list[str] = field(
         default_factory=list
@@ -67,6 +69,7 @@ class FakeEngine:
     _crash: str = ""
     _hung: bool = False
     _go: asyncio.Event = field(default_factory=asyncio.Event)
+    _tick: int = -1
 
     def __post_init__(self) -> None:
         self._go.set()
@@ -92,7 +95,7 @@ class FakeEngine:
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(self.slots, self.max_model_len, "fake")
+        return EngineLimits(self.slots, self.max_model_len, "fake", kv_tokens=self.kv_tokens)
 
     async def start(self, report: Callable[[str], None]) -> None:
         report("counting to start")
@@ -130,7 +133,7 @@ class FakeEngine:
 
     def _delta(self, assignment: Assignment, index: int, last: bool, full: bool, timings: Timings) -> Delta:
         token = fake_token(assignment.prompt_ids, index)
-        self.tokens_total += 1
+        self._count()
         return Delta(
             np.array([token], np.int32),
             np.array([fake_logprob(token)], np.float32),
@@ -138,6 +141,13 @@ class FakeEngine:
             (FinishReason.LENGTH if full else FinishReason.STOP) if last else None,
             timings,
         )
+
+    def _count(self) -> None:
+        """A token; those of one tick, of whatever answers, are of one step."""
+        self.tokens_total += 1
+        tick = int(time.monotonic() * self.tokens_per_s)
+        self.steps_total += tick > self._tick
+        self._tick = max(tick, self._tick)
 
     async def abort(self, sample_id: str, attempt: int) -> None:
         self._aborted.add((sample_id, attempt))

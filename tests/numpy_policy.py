@@ -109,7 +109,7 @@ class PolicyEngine(FakeEngine):
         logits = self.policy.next_logits(np.concatenate([assignment.prompt_ids, np.array(answer, np.int32)]))
         token, logprob = sampled(logits, assignment, index)
         answer.append(token)
-        self.tokens_total += 1
+        self._count()
         stopped = token in assignment.sampling.stop_token_ids
         if stopped or last:
             del self.written[key]

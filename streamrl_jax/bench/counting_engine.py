@@ -81,6 +81,7 @@ class CountingEngine:
         self.limits = EngineLimits(slots, LONGEST, "counting")
         self.version = NO_VERSION
         self.tokens_total = 0
+        self.steps_total = 0
         self.loaded_s = 0.0
         self._pace = pace
         self._due_s = 0.0
@@ -124,6 +125,7 @@ class CountingEngine:
 
     def _delta(self, first: int, end: int, *, last: bool) -> Delta:
         self.tokens_total += end - first
+        self.steps_total += end - first
         return Delta(
             self._ids[first:end],
             self._logprobs[first:end],

@@ -100,6 +100,7 @@ class Condition:
             same_host_weights=self._identity.same_host_weights,
             host_id=self._identity.host_id,
             engine=limits.description,
+            kv_tokens=limits.kv_tokens,
         )
 
     def status(self, answers: Answers, updates: Updates) -> InstanceStatus:
@@ -119,6 +120,7 @@ class Condition:
             message=self.failure,
             phase=self.phase,
             tokens_total=self._engine.tokens_total,
+            steps_total=self._engine.steps_total,
             uptime_s=time.monotonic() - self._started_s,
         )
 

@@ -19,6 +19,7 @@ from streamrl_jax.gen import codec
 from streamrl_jax.gen.options import EngineOptions, check_cores, engine_environment
 from streamrl_jax.gen.parentage import in_lasting_thread
 from streamrl_jax.gen.protocol import Delta, EngineFailed, EngineLimits
+from streamrl_jax.gen.steps import StepCounter
 from streamrl_jax.gen.translate import sampling_parameters, to_delta
 from streamrl_jax.types import (
     NO_VERSION,
@@ -70,7 +71,8 @@ class VllmEngine:
         self._description = "vllm"
         self._vocab_size = 0
         self._weight_bytes = 0
-        self.tokens_total = 0
+        self._kv_tokens = 0
+        self._counter = StepCounter()
 
     @property
     def limits(self) -> EngineLimits:
@@ -81,12 +83,23 @@ class VllmEngine:
             self._description,
             self._vocab_size,
             self._weight_bytes,
+            self._kv_tokens,
         )
 
     @property
     def version(self) -> int:
         """The version that it serves; -1 while it holds dummy or foreign weights."""
         return self._version
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens sampled since the start."""
+        return self._counter.tokens_total
+
+    @property
+    def steps_total(self) -> int:
+        """Steps since the start that sampled a token."""
+        return self._counter.steps_total
 
     @property
     def excused_until_s(self) -> float:
@@ -110,6 +123,8 @@ class VllmEngine:
             # vLLM checks ids against a tokenizer, which it does not have here; the embedding would read its
             # padding.
             self._vocab_size = llm.model_config.get_vocab_size()
+            # In sequences of max_model_len, so that what their blocks waste is off it. None: a model without attention.
+            self._kv_tokens = llm.vllm_config.cache_config.kv_cache_size_tokens or 0
             if (limit := self._options.vocab_limit) is not None:
                 await llm.collective_rpc("streamrl_limit_vocabulary", args=(limit,))
             self._weight_bytes = max(await llm.collective_rpc("streamrl_weight_bytes"))
@@ -128,13 +143,9 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._description = f"vllm {vllm.__version__}"
-        counter = _token_counter(self._count)
         return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**engine_arguments(self._options)), stat_loggers=[counter]
+            AsyncEngineArgs(**engine_arguments(self._options)), stat_loggers=[self._counter.logger]
         )
-
-    def _count(self, tokens: int) -> None:
-        self.tokens_total += tokens
 
     async def _warm_up(self) -> None:
         sampling = Sampling(1.0, 1, ())
@@ -374,27 +385,3 @@ def _import_vllm() -> None:
     import vllm.v1.engine.async_llm
 
     log.info("vllm %s imported", vllm.__version__)
-
-
-def _token_counter(count: Callable[[int], None]) -> Callable[..., Any]:
-    """A factory of vLLM stat loggers that hand on how many tokens each step sampled."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Counter(StatLoggerBase):
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
-
-        def record(
-            self,
-            scheduler_stats: Any,
-            iteration_stats: Any,
-            mm_cache_stats: Any = None,
-            engine_idx: int = 0,
-        ) -> None:
-            if iteration_stats is not None:
-                count(iteration_stats.num_generation_tokens)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return Counter

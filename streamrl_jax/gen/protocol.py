@@ -25,13 +25,14 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine can hold; known before it is started, but for the vocabulary."""
+    """What an engine can hold; known before it is started, but for what may be 0."""
 
     slots: int  # sequences it runs at once
     max_model_len: int  # prompt and answer, tokens
     description: str  # e.g. "vllm 0.32.0"
     vocab_size: int = 0  # ids that the model has an embedding for; 0: not known yet
     weight_bytes: int = 0  # of a version for the model, at most; 0: not known
+    kv_tokens: int = 0  # tokens of context that its KV cache holds; 0: not known yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,11 @@ class Engine(Protocol):
     @property
     def tokens_total(self) -> int:
         """Tokens sampled since the start; grows while work proceeds, also between deltas."""
+        ...
+
+    @property
+    def steps_total(self) -> int:
+        """Steps since the start that sampled a token, of however many sequences."""
         ...
 
     @property

@@ -108,7 +108,7 @@ class Hello(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., protocol: _Optional[int] = ..., heartbeat_interval_s: _Optional[float] = ..., progress_interval_s: _Optional[float] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("instance", "slots", "lookahead", "max_model_len", "version", "accepts_same_host_weights", "host_id", "engine")
+    __slots__ = ("instance", "slots", "lookahead", "max_model_len", "version", "accepts_same_host_weights", "host_id", "engine", "kv_tokens")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class Welcome(_message.Message):
     ACCEPTS_SAME_HOST_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     slots: int
     lookahead: int
@@ -125,7 +126,8 @@ class Welcome(_message.Message):
     accepts_same_host_weights: bool
     host_id: str
     engine: str
-    def __init__(self, instance: _Optional[str] = ..., slots: _Optional[int] = ..., lookahead: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[int] = ..., accepts_same_host_weights: _Optional[bool] = ..., host_id: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
+    kv_tokens: int
+    def __init__(self, instance: _Optional[str] = ..., slots: _Optional[int] = ..., lookahead: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[int] = ..., accepts_same_host_weights: _Optional[bool] = ..., host_id: _Optional[str] = ..., engine: _Optional[str] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "max_new_tokens", "stop_token_ids", "seed", "evaluation", "top_p", "top_k", "min_p", "forced_length")
@@ -286,7 +288,7 @@ class Rejected(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., sample_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[Rejected.Reason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("fence", "state", "tokens_since_last", "running", "waiting", "version", "engine_age_s")
+    __slots__ = ("fence", "state", "tokens_since_last", "running", "waiting", "version", "engine_age_s", "steps_total")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_SINCE_LAST_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +296,7 @@ class Heartbeat(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
     state: InstanceState
     tokens_since_last: int
@@ -301,7 +304,8 @@ class Heartbeat(_message.Message):
     waiting: int
     version: int
     engine_age_s: float
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., tokens_since_last: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., version: _Optional[int] = ..., engine_age_s: _Optional[float] = ...) -> None: ...
+    steps_total: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., state: _Optional[_Union[InstanceState, str]] = ..., tokens_since_last: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., version: _Optional[int] = ..., engine_age_s: _Optional[float] = ..., steps_total: _Optional[int] = ...) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ("fence",)
@@ -336,7 +340,7 @@ class StatusRequest(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "instance", "version", "running", "waiting", "tokens_total", "message", "engine_age_s", "welcome", "start_seconds", "phase")
+    __slots__ = ("state", "instance", "version", "running", "waiting", "tokens_total", "message", "engine_age_s", "welcome", "start_seconds", "phase", "steps_total")
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +352,7 @@ class StatusReply(_message.Message):
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     state: InstanceState
     instance: str
     version: int
@@ -359,7 +364,8 @@ class StatusReply(_message.Message):
     welcome: Welcome
     start_seconds: float
     phase: str
-    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., instance: _Optional[str] = ..., version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_total: _Optional[int] = ..., message: _Optional[str] = ..., engine_age_s: _Optional[float] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_seconds: _Optional[float] = ..., phase: _Optional[str] = ...) -> None: ...
+    steps_total: int
+    def __init__(self, state: _Optional[_Union[InstanceState, str]] = ..., instance: _Optional[str] = ..., version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_total: _Optional[int] = ..., message: _Optional[str] = ..., engine_age_s: _Optional[float] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., start_seconds: _Optional[float] = ..., phase: _Optional[str] = ..., steps_total: _Optional[int] = ...) -> None: ...
 
 class TensorEntry(_message.Message):
     __slots__ = ("name", "shape", "dtype", "offset", "nbytes", "digest")

@@ -163,7 +163,7 @@ def responses(sample_id: str) -> list[pb.GenerateResponse]:
         pb.GenerateResponse(progress=progress),
         pb.GenerateResponse(rejected=rejected),
         pb.GenerateResponse(credit=pb.Credit(count=1)),
-        pb.GenerateResponse(heartbeat=pb.Heartbeat(fence=RUN, state=pb.IDLE)),
+        pb.GenerateResponse(heartbeat=pb.Heartbeat(fence=RUN, state=pb.IDLE, steps_total=1)),
         pb.GenerateResponse(drained=pb.Drained(fence=RUN)),
     ]
     return [*singles, pb.GenerateResponse(several=pb.GenerateResponses(responses=singles[:3]))]

@@ -95,6 +95,7 @@ statuses = st.builds(
     running=st.integers(0, 1000),
     waiting=st.integers(0, 1000),
     engine_age_s=seconds,
+    steps_total=st.integers(0, wire.MAX_TOTAL),
 )
 digests = st.binary(min_size=32, max_size=32)
 specs = st.builds(
@@ -157,7 +158,7 @@ def test_a_status_survives_the_wire(status: InstanceStatus, tokens: int, text: s
     beat = dataclasses.replace(status, tokens_since_last=tokens)
     assert codec.heartbeat_from_proto(reparse(codec.heartbeat_to_proto(FENCE, beat))) == beat
     full = dataclasses.replace(status, message=text, phase=text, tokens_total=tokens, uptime_s=1.5)
-    info = InstanceInfo("instance-0", 8, 2, 64, status.version, True, "host", "fake")
+    info = InstanceInfo("instance-0", 8, 2, 64, status.version, True, "host", "fake", kv_tokens=tokens)
     message = reparse(codec.status_to_proto(full, info))
     assert codec.status_from_proto(message) == full
     assert codec.info_from_proto(message.welcome) == info
@@ -357,6 +358,21 @@ def same_host(path: str, **change: Any) -> pb.UpdateWeightsRequest:
             codec.status_from_proto,
             pb.StatusReply(state=pb.LOADING, tokens_total=2**63),
             r"status\.tokens_total = ",
+        ),
+        (
+            codec.status_from_proto,
+            pb.StatusReply(state=pb.LOADING, steps_total=2**53 + 1),
+            r"status\.steps_total = 9007199254740993 ",
+        ),
+        (
+            codec.heartbeat_from_proto,
+            pb.Heartbeat(state=pb.LOADING, steps_total=2**64 - 1),
+            r"heartbeat\.steps_total = ",
+        ),
+        (
+            codec.info_from_proto,
+            pb.Welcome(instance="i", slots=1, kv_tokens=2**53 + 1),
+            r"welcome\.kv_tokens = ",
         ),
         (
             codec.status_from_proto,

@@ -511,6 +511,13 @@ def test_heartbeats_count_tokens_and_show_a_stopped_engine() -> None:
                 if done == 3 and isinstance(event, InstanceStatus):
                     break
             assert sum(beat.tokens_since_last for beat in beats) == 30
+            steps = [beat.steps_total for beat in beats]
+            assert steps == sorted(steps)
+            assert 20 <= steps[-1] == engine.steps_total <= 30, (
+                "two rounds of 10, of which the first is of two answers"
+            )
+            status, info = await client.status()
+            assert (status.steps_total, info.kv_tokens) == (steps[-1], engine.kv_tokens)
             assert any(
                 b.state is InstanceState.GENERATING and (b.running, b.waiting) == (2, 1) for b in beats
             )

@@ -78,6 +78,7 @@ def info_to_proto(info: InstanceInfo) -> pb.Welcome:
         accepts_same_host_weights=info.same_host_weights,
         host_id=info.host_id,
         engine=info.engine,
+        kv_tokens=info.kv_tokens,
     )
 
 
@@ -96,6 +97,7 @@ def info_from_proto(message: pb.Welcome) -> InstanceInfo:
         same_host_weights=message.accepts_same_host_weights,
         host_id=wire.name("welcome.host_id", message.host_id, empty=True),
         engine=wire.name("welcome.engine", message.engine, empty=True),
+        kv_tokens=wire.count("welcome.kv_tokens", message.kv_tokens, wire.MAX_TOTAL),
     )
 
 
@@ -109,6 +111,7 @@ def heartbeat_to_proto(fence: Fence, status: InstanceStatus) -> pb.Heartbeat:
         waiting=status.waiting,
         version=status.version,
         engine_age_s=status.engine_age_s,
+        steps_total=status.steps_total,
     )
 
 
@@ -127,6 +130,7 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> InstanceStatus:
             "heartbeat.tokens_since_last", message.tokens_since_last, wire.MAX_TOTAL
         ),
         engine_age_s=wire.seconds("heartbeat.engine_age_s", message.engine_age_s),
+        steps_total=wire.count("heartbeat.steps_total", message.steps_total, wire.MAX_TOTAL),
     )
 
 
@@ -144,6 +148,7 @@ def status_to_proto(status: InstanceStatus, info: InstanceInfo) -> pb.StatusRepl
         welcome=info_to_proto(info),
         start_seconds=status.uptime_s,
         phase=wire.cut(status.phase),
+        steps_total=status.steps_total,
     )
 
 
@@ -163,6 +168,7 @@ def status_from_proto(message: pb.StatusReply) -> InstanceStatus:
         phase=wire.text("status.phase", message.phase),
         tokens_total=wire.count("status.tokens_total", message.tokens_total, wire.MAX_TOTAL),
         uptime_s=wire.seconds("status.start_seconds", message.start_seconds),
+        steps_total=wire.count("status.steps_total", message.steps_total, wire.MAX_TOTAL),
     )
 
 
