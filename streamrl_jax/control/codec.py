@@ -322,6 +322,8 @@ def view_to_proto(view: InstanceView) -> pb.InstanceRow:
         restarts=view.restarts,
         seconds={str(activity): seconds for activity, seconds in view.seconds.items()},
         slots=view.slots,
+        kv_tokens=view.kv_tokens,
+        steps_total=view.steps_total,
     )
 
 
@@ -349,6 +351,8 @@ def view_from_proto(message: pb.InstanceRow) -> InstanceView:
             for name, spent in message.seconds.items()
         },
         slots=wire.count("instance.slots", message.slots),
+        kv_tokens=wire.count("instance.kv_tokens", message.kv_tokens, wire.MAX_TOTAL),
+        steps_total=wire.count("instance.steps_total", message.steps_total, wire.MAX_TOTAL),
     )
 
 

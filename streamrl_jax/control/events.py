@@ -61,6 +61,8 @@ class InstanceView:
     restarts: int
     seconds: Mapping[Activity, float] = field(default_factory=dict)  # spent so far, by activity
     slots: int = 0  # answers that it runs at once; 0: not known yet
+    kv_tokens: int = 0  # tokens of context that its KV cache holds; 0: not known
+    steps_total: int = 0  # steps of its engine that sampled a token, in its present life
 
     @property
     def idle_ratio(self) -> float:

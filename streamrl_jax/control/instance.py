@@ -76,7 +76,6 @@ class Instance:
         self._changed = asyncio.Event()
         self._clock = ActivityClock(time.monotonic())
         self._rate = TokenRate()
-        self._tokens = 0
         self._other_fence_dropped = 0
 
     # ---------------------------------------------------------------- what others ask and tell
@@ -137,10 +136,12 @@ class Instance:
             running=self._status.running,
             waiting=self._status.waiting,
             tokens_per_s=self._rate.per_s(now),
-            tokens=self._tokens,
+            tokens=self._rate.total,
             restarts=self.tenure.restarts,
             seconds=self._clock.seconds(now),
             slots=self._info.slots if self._info else 0,
+            kv_tokens=self._info.kv_tokens if self._info else 0,
+            steps_total=self._status.steps_total,
         )
 
     @property
@@ -278,7 +279,6 @@ class Instance:
                 self._status = event
                 self._lease.observe(event, now)
                 self._rate.add(event.tokens_since_last, now)
-                self._tokens += event.tokens_since_last
                 if not self._checked:  # from then on what it was given counts, whatever it says
                     self.version = max(self.version, event.version)
             case Generation():

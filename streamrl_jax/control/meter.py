@@ -36,18 +36,20 @@ class ActivityClock:
 
 
 class TokenRate:
-    """Tokens per second over a sliding window.
+    """Tokens in all, and a second over a sliding window.
 
     Args:
         window_s: how far back it looks.
     """
 
     def __init__(self, window_s: float = 5.0) -> None:
+        self.total = 0
         self._window_s = window_s
         self._marks: list[tuple[float, int]] = []
 
     def add(self, tokens: int, now: float) -> None:
         """Counts tokens that were made up to now."""
+        self.total += tokens
         self._marks.append((now, tokens))
         self._trim(now)
 

@@ -290,7 +290,7 @@ class PoolReply(_message.Message):
     def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., instances: _Optional[_Iterable[_Union[InstanceRow, _Mapping]]] = ...) -> None: ...
 
 class InstanceRow(_message.Message):
-    __slots__ = ("name", "address", "state", "version", "held", "running", "waiting", "tokens_per_s", "tokens", "restarts", "seconds", "slots")
+    __slots__ = ("name", "address", "state", "version", "held", "running", "waiting", "tokens_per_s", "tokens", "restarts", "seconds", "slots", "kv_tokens", "steps_total")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,8 @@ class InstanceRow(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     state: str
@@ -322,7 +324,9 @@ class InstanceRow(_message.Message):
     restarts: int
     seconds: _containers.ScalarMap[str, float]
     slots: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., held: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., restarts: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., slots: _Optional[int] = ...) -> None: ...
+    kv_tokens: int
+    steps_total: int
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., held: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., restarts: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., steps_total: _Optional[int] = ...) -> None: ...
 
 class AcknowledgeRequest(_message.Message):
     __slots__ = ("reader", "sequence", "kind", "shape", "digest")

@@ -17,13 +17,23 @@ from hypothesis import strategies as st
 from streamrl_jax.config_ranker import Policy
 from streamrl_jax.control import codec
 from streamrl_jax.control.columns import columns_from_json, columns_to_json
+from streamrl_jax.control.events import Activity, InstanceView
 from streamrl_jax.control.faults import ControlError, ControllerFault, RewardError
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.net import MAX_MESSAGE_BYTES
 from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.proto import control_pb2 as pb
-from streamrl_jax.types import Fence, FinishReason, Generation, Prompt, Sample, Sampling, VersionRun
+from streamrl_jax.types import (
+    Fence,
+    FinishReason,
+    Generation,
+    InstanceState,
+    Prompt,
+    Sample,
+    Sampling,
+    VersionRun,
+)
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32, stop_token_ids=(0,), seed=5)
 
@@ -232,3 +242,36 @@ def test_lengths_from_the_wire_are_checked(change: Callable[[Any], None], said: 
     with pytest.raises(ValueError, match=said):
         found.add(piece)
         found.job()
+
+
+VIEW = InstanceView(
+    "a",
+    "h:1",
+    InstanceState.IDLE,
+    3,
+    9,
+    8,
+    1,
+    12.5,
+    99,
+    2,
+    {Activity.BUSY: 1.5},
+    8,
+    kv_tokens=2**40,
+    steps_total=7,
+)
+
+
+def test_a_view_comes_back_as_it_was() -> None:
+    assert (
+        codec.view_from_proto(pb.InstanceRow.FromString(codec.view_to_proto(VIEW).SerializeToString()))
+        == VIEW
+    )
+
+
+@pytest.mark.parametrize("field", ["kv_tokens", "steps_total"])
+def test_a_total_that_cannot_be_is_refused_by_name(field: str) -> None:
+    row = codec.view_to_proto(VIEW)
+    setattr(row, field, 2**53 + 1)
+    with pytest.raises(ValueError, match=rf"instance\.{field} = 9007199254740993 "):
+        codec.view_from_proto(row)

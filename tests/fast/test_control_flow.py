@@ -70,3 +70,13 @@ def test_a_reward_that_hangs_for_a_while_stops_the_instances(workers: int) -> No
         assert LIMIT <= until_it_stands(run) < LIMIT + 2 * HELD
         go.set()
         assert len(list(run.controller.samples("train/0", 5))) == 200
+
+
+def test_a_view_tells_the_size_of_the_kv_cache_and_the_steps_made() -> None:
+    with running(World(("a",), engine=lambda name, life: FakeEngine(slots=4, kv_tokens=777))) as run:
+        engine = run.world.now("a").engine
+        run.controller.submit(job(0, count=3))
+        assert len(list(run.controller.samples("train/0", 5))) == 12
+        assert 15 <= engine.steps_total <= engine.tokens_total == 60, "12 answers of 5 tokens, 4 at once"
+        run.wait_for(lambda: run.controller.pool()[0].steps_total == engine.steps_total)
+        assert run.controller.pool()[0].kv_tokens == 777
