@@ -45,6 +45,7 @@ class Task(Protocol):
 _TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "arithmetic": ("streamrl_jax.tasks.arithmetic", "Arithmetic"),
     "counting": ("streamrl_jax.tasks.counting", "Counting"),
+    "detours": ("streamrl_jax.tasks.detours", "Detours"),
     "picks": ("streamrl_jax.tasks.picks", "Picks"),
     "reasoning_gym": ("streamrl_jax.tasks.gym", "ReasoningGym"),
 }
@@ -91,6 +92,11 @@ def load_task(source: str, arguments: Mapping[str, Any]) -> Task:
 def held_out(key: str, one_in: int) -> bool:
     """Says whether a prompt is held out: a hash of its text decides, so that it never changes sides."""
     return int.from_bytes(_digest(key)[:4], "big") % one_in == 0
+
+
+def draw_of(key: str) -> float:
+    """A number from 0 to less than 1, evenly distributed over keys: a hash of the text."""
+    return int.from_bytes(_digest(f"draw:{key}")[:6], "big") / 2**48
 
 
 def in_hash_order(rows: Sequence[Row]) -> list[Row]:
