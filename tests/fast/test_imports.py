@@ -45,6 +45,13 @@ RULES = {
     "gen": Rule(("streamrl_jax.gen",), JAX),
     "control": Rule(("streamrl_jax.control",), JAX | TORCH | VLLM),
     "bridge": Rule(("streamrl_jax.bridge",), JAX, exempt=frozenset({"streamrl_jax.bridge.publish"})),
+    "ranker": Rule(("streamrl_jax.ranker",), TORCH | VLLM),
+    # What the controller, the planner and the simulator use: NumPy alone.
+    "planning": Rule(
+        ("streamrl_jax.ranker", "streamrl_jax.plan"),
+        JAX | TORCH | VLLM,
+        exempt=frozenset(f"streamrl_jax.ranker.{name}" for name in ("fit", "loss", "model", "online")),
+    ),
 }
 
 

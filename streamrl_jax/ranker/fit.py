@@ -1,0 +1,304 @@
+"""Fits a ranker to observed lengths.
+
+Each step draws a list of prompts and, for each of them, a few of its observed lengths; the loss sees one length a
+prompt at a time, so that the scores learn the chances and not a mean. Prompts held back decide when to stop and
+calibrate the scores. Equal rows, options and start give an equal ranker on one machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from streamrl_jax.errors import UserError
+from streamrl_jax.ranker.calibrate import calibrate
+from streamrl_jax.ranker.lengths import ObservedLengths, merged
+from streamrl_jax.ranker.loss import LOSSES, LossName
+from streamrl_jax.ranker.metrics import concordance
+from streamrl_jax.ranker.model import (
+    LengthRanker,
+    Size,
+    bucket,
+    check_prompts,
+    last_scores,
+    pack,
+    ranker_model,
+    score_prompts,
+    scratch_arch,
+)
+from streamrl_jax.train.hf import load_critic
+from streamrl_jax.train.hf_directory import read_arch
+from streamrl_jax.train.models import Model, Params
+from streamrl_jax.train.optim import decayed
+
+FEWEST_PROMPTS: Final = 16
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a ranker is fitted.
+
+    Attributes:
+        loss: A name of `loss.LOSSES`.
+        size: Of a ranker from scratch; not used where one starts from a checkpoint.
+        vocab_size: Of a ranker from scratch; 0: as large as the prompts ask for.
+        steps: At most so many.
+        list_size: Prompts of a step.
+        draws: Observed lengths of each prompt that a step looks at, one at a time.
+        learning_rate: Highest rate of AdamW; it rises over the first twentieth and falls along a cosine.
+        weight_decay: Of matrices.
+        validation: Share of the prompts that are held back.
+        check_every: Steps between two looks at them.
+        patience: Looks without a better order after which the fit ends.
+        seconds: The fit ends after so long, with the best found until then.
+        seed: Of everything that is drawn.
+    """
+
+    loss: LossName = "plackett_luce"
+    size: Size = "tiny"
+    vocab_size: int = 0
+    steps: int = 1000
+    list_size: int = 48
+    draws: int = 4
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    validation: float = 0.15
+    check_every: int = 25
+    patience: int = 10
+    seconds: float = math.inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            UserError: A value is outside its range; names it.
+        """
+        for name in ("steps", "draws", "check_every", "patience"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)}: 1 or more is needed")
+        if self.list_size < 2:
+            raise UserError(f"list_size = {self.list_size}: an order needs 2 prompts or more")
+        if not 0.0 < self.validation < 0.9:
+            raise UserError(f"validation = {self.validation}: a share between 0 and 0.9 is needed")
+        for name in ("learning_rate", "seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} = {getattr(self, name)}: a number above 0 is needed")
+
+
+class _Lists(NamedTuple):
+    """One step's prompts, right-padded, with some observed lengths of each, in units of a typical answer."""
+
+    tokens: Int[np.ndarray, "list len"]
+    lengths: Int[np.ndarray, " list"]
+    observed: Float32[np.ndarray, "draws list"]
+    cut: Bool[np.ndarray, "draws list"]
+
+
+def fit_ranker(
+    rows: Sequence[ObservedLengths],
+    options: FitOptions,
+    start: Path | LengthRanker | None = None,
+    *,
+    device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm] (an alias at run time)
+    report: Report = lambda line: None,
+) -> LengthRanker:
+    """Fits a ranker.
+
+    Args:
+        rows: Observed lengths; rows of the same prompt are joined.
+        options: How.
+        start: What to start from: a checkpoint directory of a policy, a critic or a ranker whose vocabulary is that of
+            the prompts, or a ranker; None: from scratch.
+        device: Where it computes; None: this process's first CPU device. A ranker to start from stays where it is.
+        report: Is told in a line how it goes, at every look at the prompts held back.
+
+    Returns:
+        The ranker with the best order of the prompts held back, calibrated on them.
+
+    Raises:
+        UserError: There are too few prompts, the model cannot read one of them, all answers are of one length, or the
+            loss is not a number.
+    """
+    prompts = merged(rows)
+    training, held = split(prompts, options.validation, options.seed)
+    model, params = _starting_point(prompts, options, start, device)
+    check_prompts([row.token_ids for row in prompts], model.arch)
+    found = _train(model, params, _Draws(training, options), held, report)
+    scores = score_prompts(model, found.params, [row.token_ids for row in held])
+    answers = np.array([len(row.lengths) for row in held], np.float64)
+    calibration = calibrate(scores, np.array([row.mean for row in held]), answers)
+    conditions = asdict(options) | {
+        "seconds": round(found.seconds, 1),
+        "prompts": len(training),
+        "held_back": len(held),
+        "answers": sum(len(row.lengths) for row in prompts),
+        "steps": found.steps,
+        "best_step": found.step,
+        "concordance": round(found.concordance, 4),
+        "start": start.name if isinstance(start, Path) else "scratch" if start is None else "a ranker",
+    }
+    source = start.source if isinstance(start, LengthRanker) else start
+    return LengthRanker(model, found.params, calibration, conditions, source)
+
+
+def split(
+    prompts: Sequence[ObservedLengths], share: float, seed: int
+) -> tuple[list[ObservedLengths], list[ObservedLengths]]:
+    """Prompts to train on, and those that are held back.
+
+    Args:
+        prompts: Each once.
+        share: Of those held back.
+        seed: Which.
+
+    Raises:
+        UserError: There are too few prompts, or all answers are of one length.
+    """
+    if len(prompts) < FEWEST_PROMPTS:
+        raise UserError(
+            f"there are lengths of {len(prompts)} prompts, a ranker needs {FEWEST_PROMPTS} or more; collect lengths of "
+            "more prompts"
+        )
+    if len({length for row in prompts for length in row.lengths}) == 1:
+        raise UserError(
+            f"all answers have {prompts[0].lengths[0]} tokens, so there is nothing to rank; where the limit cut them "
+            "all, collect lengths under a higher one"
+        )
+    order = np.random.default_rng([seed, 0]).permutation(len(prompts)).tolist()
+    count = min(max(round(share * len(prompts)), FEWEST_PROMPTS // 4), len(prompts) - FEWEST_PROMPTS // 2)
+    return [prompts[index] for index in order[count:]], [prompts[index] for index in order[:count]]
+
+
+class _Draws:
+    """The lists of a fit: every prompt once before any comes again; step n's list depends on the seed alone."""
+
+    def __init__(self, prompts: Sequence[ObservedLengths], options: FitOptions) -> None:
+        self._prompts = prompts
+        self.options = options
+        self._rng = np.random.default_rng([options.seed, 1])
+        self._waiting: list[int] = []
+        # Units in which a regression starts near zero; the other losses know no unit.
+        self._unit = math.exp(float(np.mean([math.log(row.mean) for row in prompts])))
+
+    def next(self) -> _Lists:
+        """The next step's list."""
+        size = min(self.options.list_size, len(self._prompts))
+        while len(self._waiting) < size:
+            self._waiting += self._rng.permutation(len(self._prompts)).tolist()
+        chosen, self._waiting = self._waiting[:size], self._waiting[size:]
+        rows = [self._prompts[index] for index in chosen]
+        picks = [self._rng.integers(len(row.lengths), size=self.options.draws).tolist() for row in rows]
+        observed = [[row.lengths[pick] for pick in drawn] for row, drawn in zip(rows, picks, strict=True)]
+        cut = [[row.cut[pick] for pick in drawn] for row, drawn in zip(rows, picks, strict=True)]
+        packed = pack([row.token_ids for row in rows], size, bucket(max(len(row.token_ids) for row in rows)))
+        tokens = np.asarray(observed, np.float32).T / np.float32(self._unit)
+        return _Lists(packed.tokens, packed.lengths, tokens, np.asarray(cut, bool).T)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The best of a fit: its parameters, where they were found, and how far the fit went."""
+
+    params: Params
+    step: int
+    concordance: float
+    steps: int
+    seconds: float
+
+
+def _train(
+    model: Model, params: Params, draws: _Draws, held: Sequence[ObservedLengths], report: Report
+) -> _Found:
+    """Steps until the order of the prompts held back gets no better, or the steps or the time are used up."""
+    options, began = draws.options, time.monotonic()
+    rule = replace(options, seed=0, seconds=math.inf)  # what changes no step must not compile it again
+    state = jax.jit(_optimizer(options).init)(params)
+    best = _Found(params, 0, -math.inf, 0, 0.0)
+    token_ids = [row.token_ids for row in held]
+    losses: list[jax.Array] = []
+    for step in range(1, options.steps + 1):
+        params, state, loss = _step(model, rule, params, state, draws.next())
+        losses.append(loss)
+        spent = time.monotonic() - began
+        last = step == options.steps or spent > options.seconds
+        if step % options.check_every and not last:
+            continue
+        mean = float(np.mean(jax.device_get(losses)))
+        losses.clear()
+        if not math.isfinite(mean):
+            raise UserError(
+                f"step {step}: the loss is {mean}; lower the learning rate (now {options.learning_rate:g})"
+            )
+        order = concordance(
+            score_prompts(model, params, token_ids), [row.lengths for row in held], [row.cut for row in held]
+        )
+        if order > best.concordance:
+            best = _Found(params, step, order, step, spent)
+        report(
+            f"step {step}/{options.steps}: loss {mean:.4f}, order of held-back answers {order:.4f} "
+            f"(best {best.concordance:.4f} at step {best.step}), {spent:.0f} s"
+        )
+        if last or step - best.step >= options.patience * options.check_every:
+            return replace(best, steps=step, seconds=spent)
+    raise AssertionError("the last step returns")
+
+
+def _optimizer(options: FitOptions) -> optax.GradientTransformation:
+    warmup = max(1, options.steps // 20)
+    rate = optax.warmup_cosine_decay_schedule(
+        options.learning_rate / warmup, options.learning_rate, warmup, max(options.steps, warmup + 1)
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=decayed),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _step(
+    model: Model, options: FitOptions, params: Params, state: Any, lists: _Lists
+) -> tuple[Params, Any, Float[Array, ""]]:
+    """One update; gives the loss before it."""
+
+    def mean_loss(params: Params) -> Float[Array, ""]:
+        scores = last_scores(model, params, jnp.asarray(lists.tokens), jnp.asarray(lists.lengths))
+        of_draw = functools.partial(LOSSES[options.loss], scores)
+        return jnp.mean(jax.vmap(of_draw)(jnp.asarray(lists.observed), jnp.asarray(lists.cut)))
+
+    loss, gradient = jax.value_and_grad(mean_loss)(params)
+    # A sequence classifier's head has no bias.
+    gradient["value_head"]["bias"] = jnp.zeros_like(gradient["value_head"]["bias"])
+    change, state = _optimizer(options).update(gradient, state, params)
+    return jax.tree.map(jnp.add, params, change), state, loss
+
+
+def _starting_point(
+    prompts: Sequence[ObservedLengths],
+    options: FitOptions,
+    start: Path | LengthRanker | None,
+    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm] (an alias at run time)
+) -> tuple[Model, Params]:
+    if isinstance(start, LengthRanker):
+        return start.model, start.params
+    if start is not None:
+        model = ranker_model(read_arch(start, critic=True), device)
+        params = load_critic(start, model)
+        params["value_head"]["bias"] = jnp.zeros_like(params["value_head"]["bias"])
+        return model, params
+    needed = 1 + max(int(row.token_ids.max()) for row in prompts)
+    model = ranker_model(scratch_arch(options.size, options.vocab_size or needed), device)
+    return model, model.init_params(options.seed)
