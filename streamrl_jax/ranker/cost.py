@@ -140,7 +140,7 @@ class TokenLatency:
         return self.prefill(tokens)
 
     def max_batch(self, ptl_s: Numbers, context: Numbers, most: int = MOST_BATCH) -> Batches:
-        """The inverse of `ptl` in the batch.
+        """The inverse of `ptl` in the batch, as exact as float64 tells a step from one of a sequence more.
 
         Args:
             ptl_s: Bound on a step, seconds; broadcasts with `context`.
