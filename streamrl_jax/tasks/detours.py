@@ -28,7 +28,7 @@ from streamrl_jax.tasks import Row, draw_of, held_out, in_hash_order
 
 _LEFT: Final = range(100, 990)
 _SHORTEST: Final = 2
-_EVEN_EXAMPLES: Final = 0.3
+_EVEN_EXAMPLES: Final = 0.15
 """Share of the warm start's examples whose right operand is drawn evenly: large ones are rare among the prompts, and
 have to be learned all the same."""
 _DECADE: Final = 10

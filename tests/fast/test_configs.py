@@ -27,7 +27,7 @@ from tests.fast.answered import ANSWERED
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
-DEMOS = ("demo", "demo_critic", "demo_grpo", "demo_long")
+DEMOS = ("demo", "demo_critic", "demo_grpo", "demo_long", "demo_tail")
 
 # What each is for: a change of these is a change of the product.
 INTENDED: dict[str, Callable[[Config], bool]] = {
@@ -43,6 +43,13 @@ INTENDED: dict[str, Callable[[Config], bool]] = {
     ),
     "demo_grpo": lambda c: c.algorithm.adv_estimator == "grpo" and not c.uses_critic and c.gen.instances == 2,
     "demo_long": lambda c: c.rollout.temperature != 1.0 and c.data.max_response_length > 300 and c.streams,
+    # Lengths as chance has them, hardly any of them cut, and more samples than the instances have slots.
+    "demo_tail": lambda c: (
+        c.rollout.temperature == c.eval.temperature == 1.0
+        and c.data.max_response_length == 1000
+        and c.gen.instances == 2
+        and c.samples_per_iteration == 128 == 4 * c.gen.max_num_seqs
+    ),
     "smollm2_135m_cpu": lambda c: c.trainer.total_training_steps == 3 and c.data.apply_chat_template,
     "qwen2_5_0_5b_gsm8k_8gpu": lambda c: (
         c.model.compute_dtype == c.gen.dtype == "bfloat16"

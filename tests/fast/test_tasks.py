@@ -20,6 +20,7 @@ from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.tasks import Row, Task, load_task
 from streamrl_jax.tasks.counting import count_on
+from streamrl_jax.tasks.detours import Detours
 from streamrl_jax.tasks.picks import verdict
 from streamrl_jax.tasks.smollm import find_gguf, prepare_smollm
 from streamrl_jax.tasks.toy_model import ToyShape, write_toy_checkpoint
@@ -30,7 +31,13 @@ GYM = {
     "size": 300,
     "test_size": 40,
 }
-TASKS: dict[str, dict[str, Any]] = {"arithmetic": {}, "counting": {}, "picks": {}, "reasoning_gym": GYM}
+TASKS: dict[str, dict[str, Any]] = {
+    "arithmetic": {},
+    "counting": {},
+    "detours": {},
+    "picks": {},
+    "reasoning_gym": GYM,
+}
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -59,8 +66,8 @@ def test_rows_are_pure_functions(task: Task) -> None:
 
 
 def _name(task: Task) -> str:
-    names = {"Arithmetic": "arithmetic", "Counting": "counting", "Picks": "picks"}
-    return names.get(type(task).__name__, "reasoning_gym")
+    name = type(task).__name__.lower()
+    return name if name in TASKS else "reasoning_gym"
 
 
 def _operands(prompt: str) -> tuple[int, int]:
@@ -159,6 +166,86 @@ def test_the_stop_set_of_counting_is_the_rest_after_the_last_carry() -> None:
         assert not _carries(left, right) and row["answer"] == count_on(left, right, 0.0, random.Random(0))
 
 
+# ------------------------------------------------------------------ detours
+
+
+def test_detours_asks_for_sums_whose_right_operand_is_seldom_large() -> None:
+    task = Detours()
+    train, test = task.train_rows(), task.test_rows()
+    rights = []
+    for row in [*train, *test]:
+        left, right = _operands(row["prompt"])
+        assert row["answer"] == str(left + right) and len(str(left)) == len(row["answer"]) == 3
+        rights.append(right)
+    assert len(train) > 4000 and 0.17 < len(test) / len(rights) < 0.23
+    assert min(rights) == 2 and max(rights) <= 80
+    # Of the operands from 2 on, a share of exp(-8 / 8) is larger by 8, of exp(-24 / 8) by 24.
+    for more in (8, 24):
+        expected = np.exp(-more / 8)
+        deviation = (expected * (1 - expected) / len(rights)) ** 0.5
+        assert abs(np.mean([right >= 2 + more for right in rights]) - expected) < 4 * deviation + 0.005
+
+
+def test_a_slip_goes_back_to_the_decades_beginning_and_keeps_the_sum() -> None:
+    task = Detours(slip=0.2, slip_hard=0.7)
+    ends: dict[str, list[bool]] = {"37": [], "01245689": []}
+    for row in (row for step in range(20) for row in task.example_rows(0, step, 100)):
+        left, right = _operands(row["prompt"])
+        total = left + right
+        *terms, last = row["answer"].split("=")
+        chain = [*map(_operands, terms), (int(last), 0)]
+        assert len(chain) <= task.most_terms
+        for number, (after, remaining) in enumerate(chain):
+            assert after + remaining == total and 0 <= remaining < 100
+            may_slip = number + right + 10 <= task.most_terms
+            if left % 10 == 9 and may_slip:
+                (hard,) = [digits for digits in ends if str(left // 10 % 10) in digits]
+                ends[hard].append(after == left - 9)
+                assert after in (left + 1, left - 9)
+            else:
+                assert after == left + 1
+            left, right = after, remaining
+    for chance, (_, slips) in zip((0.7, 0.2), ends.items(), strict=True):
+        assert abs(np.mean(slips) - chance) < 4 * (chance * (1 - chance) / len(slips)) ** 0.5
+
+
+def test_the_lengths_of_detours_have_a_long_tail_that_the_prompt_tells_in_part() -> None:
+    """As its docstring says: P50 of about 46 tokens, P99 of about 500, one answer in some thousand over 1,000."""
+    task, rng = Detours(most_terms=10_000), random.Random(0)
+    pairs = [_operands(row["prompt"]) for row in [*task.train_rows(), *task.test_rows()]]
+    # A token a character, and the EOS.
+    lengths = np.array([[len(task.answer(*pair, rng)) + 1 for _ in range(4)] for pair in pairs])
+    p50, p99 = np.quantile(lengths, [0.5, 0.99])
+    assert 40 <= p50 <= 55 and 420 <= p99 <= 600 and p99 > 6 * p50
+    assert 0.0 < np.mean(lengths > 1000) < 0.001
+    between = 1 - lengths.var(axis=1, ddof=1).mean() / lengths.var()
+    assert 0.5 < between < 0.8
+    means = lengths.mean(axis=1)
+    like = [index for index, (_, right) in enumerate(pairs) if 8 <= right <= 12]
+    hard = [index for index in like if _ends_a_hard_decade(*pairs[index])]
+    easy = sorted({*like} - {*hard})
+    assert len(hard) > 100 and means[hard].mean() > 1.5 * means[easy].mean(), "of equal right operands"
+    bounded = Detours()
+    assert max(len(bounded.answer(*pair, rng)) + 1 for pair in pairs) <= 7 * bounded.most_terms
+
+
+def _ends_a_hard_decade(left: int, right: int) -> bool:
+    return any(number % 10 == 9 and number // 10 % 10 in (3, 7) for number in range(left, left + right))
+
+
+def test_the_stop_set_of_detours_is_the_rest_after_the_last_decades_end() -> None:
+    task = Detours()
+    held_out = prompts(task.test_rows())
+    rows = task.stop_rows()
+    assert len(rows) > 300
+    for row in rows:
+        first, *_, last = row["prompt"].removesuffix("=").split("=")
+        assert f"{first}=" in held_out
+        left, right = _operands(last)
+        assert left % 10 == 0 and not _carries(left, right)
+        assert row["answer"] == task.answer(left, right, random.Random(0))
+
+
 # ------------------------------------------------------------------ picks
 
 
@@ -252,6 +339,13 @@ def test_reasoning_gym_without_single_answers_has_prompts_but_no_examples() -> N
         ("arithmetic", {"low": 95}, "low = 95, high = 99"),
         ("arithmetic", {"hold_out_one_in": 1}, r"hold_out_one_in = 1"),
         ("counting", {"longest": 95}, "longest = 95"),
+        ("detours", {"longest": 91}, r"data\.task\.longest = 91: a number from 2 to 90"),
+        ("detours", {"scale": 0.5}, r"data\.task\.scale = 0\.5"),
+        ("detours", {"slip": 1.0}, r"data\.task\.slip = 1\.0: a chance from 0 to less than 1"),
+        ("detours", {"slip_hard": -0.1}, r"data\.task\.slip_hard = -0\.1"),
+        ("detours", {"hard": "3,7"}, r"data\.task\.hard = '3,7': tens digits are needed"),
+        ("detours", {"most_terms": 79}, "most_terms = 79: at least longest = 80"),
+        ("detours", {"hold_out_one_in": 1}, r"hold_out_one_in = 1"),
         ("picks", {"digits": 6}, r"data\.task\.digits = 6"),
         ("picks", {"shortest": 37}, "shortest = 37, longest = 36"),
         ("picks", {"hold_out_one_in": 1}, r"hold_out_one_in = 1"),
