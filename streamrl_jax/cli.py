@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from streamrl_jax import __version__
-from streamrl_jax.commands import bench_cli, gen_cli, pool_cli, rank_cli
+from streamrl_jax.commands import bench_cli, gen_cli, plan_cli, pool_cli, rank_cli
 from streamrl_jax.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from streamrl_jax.interrupt import StopRequested, parted_badly
 
@@ -380,6 +380,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "warm start, RL, evaluation and export on this machine, in minutes", _demo_options, _demo, "CONFIG"
     ),
     **{f"rank {name}": Command(*row) for name, row in rank_cli.TABLE.items()},
+    **{f"plan {name}": Command(*row) for name, row in plan_cli.TABLE.items()},
     "doctor": Command("is this machine fit for a run, and if not, what to do", _doctor_options, _doctor),
     "bench packing": Command(
         "padding, shapes and speed of the packer on a file of lengths", *bench_cli.command("packing")
