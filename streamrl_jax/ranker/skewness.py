@@ -148,9 +148,8 @@ class _Walk:
         self._work, self._servers, self._spread = work, servers, spread
         single = {server.cost: float(server.cost.ptl(1, 0)) for server in servers}
         self._turn = sorted(range(len(servers)), key=lambda index: single[servers[index].cost])
-        self._kinds = {
-            (server.cost, server.slots): _kind(server.cost, server.slots, work) for server in servers
-        }
+        kinds = {(server.cost, server.slots) for server in servers}
+        self._kinds = {(cost, slots): _kind(cost, slots, work) for cost, slots in kinds}
         self._token_s = full_token_s(work, servers)
 
     def takes(self, end_s: float) -> list[int] | None:

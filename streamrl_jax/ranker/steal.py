@@ -18,6 +18,9 @@ class Line:
         waiting: Predicted tokens of an answer, of each waiting group, falling.
         answers: Of each waiting group.
         waiting_tokens: Predicted tokens of all that waits: the sum over groups of tokens times answers.
+        running: Answers that it runs; None: not known, its batch is taken for full.
+        longest: Predicted tokens that the longest of these has still to come.
+        least_s: Seconds of one of its steps with a single answer; None: as `step_s`.
     """
 
     step_s: float
@@ -26,11 +29,28 @@ class Line:
     waiting: Sequence[float]
     answers: Sequence[int]
     waiting_tokens: float
+    running: int | None = None
+    longest: float = 0.0
+    least_s: float | None = None
 
     @property
     def ends_s(self) -> float:
         """Seconds until it has ended all of this, if its slots stay full."""
-        return (self.tokens + self.waiting_tokens) / self.batch * self.step_s
+        return max(self.longest, (self.tokens + self.waiting_tokens) / self.batch) * self.step_s
+
+    def ends_with(self, tokens: float, answers: int) -> float:
+        """Seconds until it has ended what it runs and a further group, which slows it down as it fills its slots.
+
+        Args:
+            tokens: Predicted, of an answer of the group.
+            answers: Of the group.
+        """
+        held = self.batch if self.running is None else self.running + answers
+        running = max(1, min(self.batch, held))
+        least = self.step_s if self.least_s is None else self.least_s
+        step_s = least + (self.step_s - least) * (running - 1) / max(1, self.batch - 1)
+        total = self.tokens + self.waiting_tokens + tokens * answers
+        return max(self.longest, tokens, total / running) * step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +64,9 @@ class Theft:
 def steal(lines: Sequence[Line], thief: int) -> Theft | None:
     """The group that an instance with nothing left in its line takes next.
 
-    The victim is the line that ends last, the first of equals; it gives the longest waiting group with which the thief
-    ends before the victim would have. If it has none, the line that ends next to last is asked, and so on. Called
-    again and again it ends: each theft makes the later one of two ends earlier.
+    The victim is the line that ends last, the first of equals; it gives the longest waiting group with which the thief,
+    its own running answers included, ends before the victim would have. If it has none, the line that ends next to
+    last is asked, and so on. Called again and again it ends: each theft makes the later one of two ends earlier.
 
     Args:
         lines: Of all instances.
@@ -56,22 +76,19 @@ def steal(lines: Sequence[Line], thief: int) -> Theft | None:
         What moves; None: nothing that would help.
     """
     own = lines[thief]
-    # Of lines that end together the first: sorted is stable.
-    for victim in sorted(range(len(lines)), key=lambda index: -lines[index].ends_s):
-        line = lines[victim]
-        if victim == thief or not line.waiting:
-            continue
-        if line.ends_s <= own.ends_s:
+    bound = own.ends_with(0.0, 0)
+    late = [(-line.ends_s, index) for index, line in enumerate(lines) if line.waiting and index != thief]
+    for end, victim in sorted(late):
+        if -end <= bound:
             return None
+        waiting, answers = lines[victim].waiting, lines[victim].answers
         place = bisect_left(
-            range(len(line.waiting)),
+            range(len(waiting)),
             True,
-            key=lambda place: _end_with(own, line.waiting[place], line.answers[place]) < line.ends_s,
+            key=lambda at, end=-end, waiting=waiting, answers=answers: (
+                own.ends_with(waiting[at], answers[at]) < end
+            ),
         )
-        if place < len(line.waiting):
+        if place < len(waiting):
             return Theft(victim, place)
     return None
-
-
-def _end_with(own: Line, tokens: float, answers: int) -> float:
-    return max(tokens, (own.tokens + own.waiting_tokens + tokens * answers) / own.batch) * own.step_s
