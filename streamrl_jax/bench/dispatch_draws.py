@@ -6,18 +6,16 @@ All policies of a round answer exactly this work: they differ in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from streamrl_jax import config_ranker
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.lengths import ObservedLengths
-
-Dispatch = Literal["arrival", "lpt", "paper", "skewness"]
-"""As ``dispatch.policy`` of a run."""
 
 Knows = Literal["nothing", "history", "ranker", "truth"]
 """Where the lengths come from that a policy plans with."""
@@ -33,9 +31,13 @@ class Policy:
         shuffled: The prompts come in an order drawn for the round, else in that of the file.
     """
 
-    dispatch: Dispatch
+    dispatch: config_ranker.Policy
     knows: Knows
     shuffled: bool = False
+
+    def informed(self, given: Collection[str]) -> bool:
+        """Whether it has the lengths that it plans with, if these sources are given."""
+        return self.knows in ("nothing", "truth", *given)
 
 
 POLICIES: Final[Mapping[str, Policy]] = {
@@ -68,10 +70,6 @@ class Material:
 
     rows: Sequence[ObservedLengths]
     predicted: Mapping[str, Float32[np.ndarray, " rows"]]
-
-    def offers(self, policy: Policy) -> bool:
-        """Whether it has what a policy wants to know."""
-        return policy.knows in ("nothing", "truth", *self.predicted)
 
 
 @dataclass(frozen=True, eq=False)

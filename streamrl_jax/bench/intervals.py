@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -67,6 +68,7 @@ def mean(values: Sequence[float]) -> Interval:
     return Interval(middle, middle - half, middle + half)
 
 
+@cache
 def student(rounds: int, confidence: float = CONFIDENCE) -> float:
     """Half the width of Student's interval over ``rounds`` values, in standard errors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 
 import numpy as np
@@ -16,9 +17,15 @@ from streamrl_jax.bench.dispatch_draws import (
     order,
     turns,
 )
+from streamrl_jax.bench.dispatch_rounds import Asking, Size, measure
 from streamrl_jax.bench.intervals import mean, paired_ratio, student
+from streamrl_jax.control.faults import ControlError
 from streamrl_jax.errors import UserError
+from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.ranker.lengths import ObservedLengths
+from streamrl_jax.types import Sampling
+from tests.fakes import FakeEngine
+from tests.fast.control_world import SETTINGS, Run, World, running
 
 
 def material(count: int = 12, answers: int = 4) -> Material:
@@ -144,3 +151,50 @@ def test_more_than_was_recorded_is_refused() -> None:
         draw(material(), 13, 1, (1,))
     with pytest.raises(UserError, match="--n 5 is more than the 4 answers"):
         draw(material(), 3, 5, (1,))
+
+
+# ---- rounds on instances
+
+
+def asking(timeout_s: float = 10.0) -> Asking:
+    sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,), seed=5, evaluation=True)
+    return Asking(sampling, SETTINGS.heartbeat_interval_s, timeout_s, StopSignal())
+
+
+def test_every_policy_has_exactly_the_recorded_lengths_answered() -> None:
+    """On two instances: each token of each round is made once, and no step of the makespan is lost."""
+    known, size = material(), Size(prompts=6, n=3, rounds=2, seed=1)
+    names = ["random", "ranker-lpt", "oracle"]
+    world = World(
+        ("a", "b"), engine=lambda name, life: FakeEngine(slots=3, max_model_len=256, tokens_per_s=2000)
+    )
+    with running(world) as run:
+        rounds = measure(run.controller, known, size, names, asking())
+        made = sum(world.now(name).engine.tokens_total for name in ("a", "b"))
+    assert made == size.draw(known, 2).tokens + len(names) * sum(one.work.tokens for one in rounds)
+    assert [one.work.tokens for one in rounds] == [size.draw(known, number).tokens for number in range(2)]
+    for one in rounds:
+        assert list(one.played) == names
+        for played in one.played.values():
+            assert sum(played.answers.values()) == 18 and set(played.answers) == {"a", "b"}
+            assert played.longest <= played.total <= one.work.tokens
+            assert 0 < played.seconds < 10
+
+
+def test_a_round_in_which_an_instance_was_lost_is_no_round() -> None:
+    known, size = material(), Size(prompts=8, n=4, rounds=2, seed=1)
+    world = World(
+        ("a", "b"), engine=lambda name, life: FakeEngine(slots=2, max_model_len=256, tokens_per_s=400)
+    )
+    with running(world) as run:
+        killer = threading.Thread(
+            target=lambda: (run.wait_for(lambda: held(run, "b")), world.now("b").kill())
+        )
+        killer.start()
+        with pytest.raises(ControlError, match="instance b was lost during bench/"):
+            measure(run.controller, known, size, ["oracle"], asking())
+        killer.join()
+
+
+def held(run: Run, name: str) -> int:
+    return next(view.held for view in run.controller.pool() if view.name == name)
