@@ -26,6 +26,7 @@ from streamrl_jax.config_io import load_config
 from streamrl_jax.data import load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.gen.guard import shared_segments
+from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 from streamrl_jax.train.checkpoint import Checkpointer
 from streamrl_jax.train.hf_directory import read_arch
@@ -337,6 +338,39 @@ def test_eval_of_the_export_finds_what_the_run_found(demo: Demo, by_hand: ByHand
     expected = steps(demo.run_dir)[demo.last]["val/accuracy"]
     print(f"\naccuracy {accuracy:.4f}, the run's own {expected:.4f}")
     assert abs(accuracy - expected) < 1.5 / count  # greedy: one answer may hang on the last bit
+
+
+def test_lengths_are_collected_as_training_samples_them(by_hand: ByHand, tmp_path: Path) -> None:
+    model = write_toy_checkpoint(tmp_path / "model", seed=3)
+    digits = Tokenizer.load(model).encode("0123456789").tolist()
+    # From random weights any token is about as likely as another: one in six ends an answer.
+    settings = (f"model.path={model}", f"rollout.stop_token_ids={digits}", *by_hand.arguments)
+
+    def collect(name: str, seed: int) -> list[ObservedLengths]:
+        out = tmp_path / name
+        wanted = ("--split", "test", "--prompts", "24", "--n", "4", "--seed", str(seed), "--out", out)
+        streamrl("rank", "collect", CONFIG, *settings, *wanted, log=tmp_path / "log", within_s=START_S)
+        return read_lengths(out)
+
+    cfg = load_config([CONFIG])
+    held_out = load_prompts(cfg.data, Tokenizer.load(model), "test", cfg.run.seed).all()[:24]
+    first, same, other = collect("first", 1), collect("same", 1), collect("other", 2)
+    for rows in (first, same, other):
+        assert [row.token_ids.tolist() for row in rows] == [p.token_ids.tolist() for p in held_out]
+        answers = [answer for row in rows for answer in zip(row.lengths, row.cut, strict=True)]
+        lengths, limit = [length for length, _ in answers], cfg.data.max_response_length
+        assert len(answers) == 24 * 4 and len(set(lengths)) > 3
+        assert all(1 <= length <= limit and (length == limit or not cut) for length, cut in answers)
+        assert 0.0 < sum(cut for _, cut in answers) / len(answers) < 0.6
+
+    def share_alike(rows: list[ObservedLengths]) -> float:
+        return float(np.mean([a.lengths == b.lengths for a, b in zip(first, rows, strict=True)]))
+
+    print(
+        f"\nprompts with all lengths alike: {share_alike(same):.2f} with the same seed, {share_alike(other):.2f} else"
+    )
+    assert share_alike(same) > 0.9  # the last bit may decide one
+    assert share_alike(other) < 0.1
 
 
 def test_an_instance_of_two_ranks_that_is_killed_leaves_no_shared_memory(by_hand: ByHand) -> None:
