@@ -66,6 +66,13 @@ def _profile_options(parser: ArgumentParser) -> None:
         help="of the points that the fit does not see; 0.25",
     )
     parser.add_argument(
+        "--quantile",
+        type=_share,
+        default=0.5,
+        metavar="Q",
+        help="of the repeats, stands for a point; default: 0.5, the median; less beside other work on the machine",
+    )
+    parser.add_argument(
         "--instance",
         default="",
         metavar="NAME",
@@ -89,6 +96,7 @@ def _profile(arguments: Namespace) -> int:
         arguments.steps,
         arguments.repeats,
         arguments.holdout,
+        arguments.quantile,
         arguments.instance,
         arguments.limit_s,
     )

@@ -21,7 +21,7 @@ from streamrl_jax.control.jobs import Job
 from streamrl_jax.errors import UserError
 from streamrl_jax.plan import profile as plan
 from streamrl_jax.plan.profile import Cell, Grid, Limits
-from streamrl_jax.ranker.cost import Conditions, PrefillPoint, Profile, StepPoint, write_cost
+from streamrl_jax.ranker.cost import MEDIAN, Conditions, PrefillPoint, Profile, StepPoint, write_cost
 from streamrl_jax.ranker.cost_fit import fit, held_out_error
 from streamrl_jax.setup.serving import UNSCORED, Served, serving
 from streamrl_jax.types import Prompt, Sample, Sampling
@@ -42,6 +42,7 @@ class Wanted:
         steps: Timed in each measurement.
         repeats: Rounds; each measures every cell once.
         holdout: Share of the cells that the fit does not see.
+        quantile: Of the repeats of a point, for which it stands.
         instance: The one that is measured while the others idle; empty: all at once.
         limit_s: No round begins after so many seconds of measuring.
     """
@@ -51,6 +52,7 @@ class Wanted:
     steps: int = 32
     repeats: int = 5
     holdout: float = 0.25
+    quantile: float = MEDIAN
     instance: str = ""
     limit_s: float = 600.0
 
@@ -131,6 +133,7 @@ def conditions(cfg: Config, views: Sequence[InstanceView], wanted: Wanted) -> Co
         engine=_engine(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         note=f"{names} alone" if wanted.instance else f"{names} at the same time",
+        quantile=wanted.quantile,
     )
 
 
@@ -160,9 +163,11 @@ def fitted(
     held_out = plan.held_out_cells(measured.cells, holdout, seed)
     seen = [point for cell, points in measured.cells.items() if cell not in held_out for point in points]
     unseen = [point for cell in held_out for point in measured.cells[cell]]
-    cost = fit(seen, measured.prompts)
+    cost = fit(seen, measured.prompts, said.quantile)
     points = tuple(point for points in measured.cells.values() for point in points)
-    return Profile(cost, said, points, measured.prompts, held_out_error(cost, unseen)), held_out
+    return Profile(
+        cost, said, points, measured.prompts, held_out_error(cost, unseen, said.quantile)
+    ), held_out
 
 
 class Profiler:

@@ -130,8 +130,7 @@ def make_grid(limits: Limits, batches: Sequence[int], contexts: Sequence[int], s
         UserError: A cell that was asked for cannot be measured, or fewer than two batches and two contexts are left.
     """
     chosen = tuple(sorted(set(batches))) or default_batches(limits.slots)
-    most = limits.max_model_len - steps - 1 - LEAD + (steps + 1) // 2
-    found = tuple(sorted(set(contexts))) or spread(2 * steps, most, _CONTEXTS)
+    found = tuple(sorted(set(contexts))) or spread(2 * steps, _longest(max(chosen), steps, limits), _CONTEXTS)
     cells = [Cell(batch, context) for batch in chosen for context in found]
     faults = {cell: said for cell in cells if (said := fault(cell, steps, limits))}
     kept = tuple(cell for cell in cells if cell not in faults)
@@ -146,6 +145,12 @@ def make_grid(limits: Limits, batches: Sequence[int], contexts: Sequence[int], s
         )
         raise UserError(f"a profile takes two batches and two contexts at least: {said}")
     return Grid(kept, spread(16, limits.max_model_len - 1, _PROMPTS), steps)
+
+
+def _longest(batch: int, steps: int, limits: Limits) -> int:
+    """The longest context that a batch can be measured with; see `load_of`."""
+    beside = steps + 1 - (steps + 1) // 2 + LEAD
+    return int((limits.max_model_len - beside) / (1 + batch / LEAD_PROMPT_TOKENS))
 
 
 def default_batches(slots: int) -> tuple[int, ...]:
@@ -236,12 +241,13 @@ def held_out_cells(cells: Iterable[Cell], share: float, seed: int) -> frozenset[
 
 
 def table(profile: Profile, cells: Mapping[Cell, Sequence[StepPoint]], held_out: frozenset[Cell]) -> str:
-    """Measured and fitted milliseconds of each cell."""
+    """Measured and fitted milliseconds of each cell; measured: the quantile of the repeats that the fit took."""
+    quantile = profile.conditions.quantile
     lines = ["batch  context  tokens of context   measured ms (lowest to highest)   fitted ms    error"]
     for cell in sorted(cells):
         seconds = np.array([point.seconds for point in cells[cell]])
         fitted = float(profile.cost.step_s(cell.batch, cells[cell][0].kv_tokens))
-        middle = float(np.median(seconds))
+        middle = float(np.quantile(seconds, quantile))
         lines.append(
             f"{cell.batch:5d}  {cell.context:7d}  {cells[cell][0].kv_tokens:17,.0f}   {middle * 1e3:11.3f} "
             f"({seconds.min() * 1e3:.3f} to {seconds.max() * 1e3:.3f})".ljust(70)
@@ -253,9 +259,8 @@ def table(profile: Profile, cells: Mapping[Cell, Sequence[StepPoint]], held_out:
 def _prefill_lines(profile: Profile) -> Iterator[str]:
     yield "prompt tokens   prefill measured ms   fitted ms    error"
     for tokens in sorted({point.tokens for point in profile.prefill_points}):
-        middle = float(
-            np.median([point.seconds for point in profile.prefill_points if point.tokens == tokens])
-        )
+        seconds = [point.seconds for point in profile.prefill_points if point.tokens == tokens]
+        middle = float(np.quantile(seconds, profile.conditions.quantile))
         fitted = float(profile.cost.prefill_s(tokens))
         yield f"{tokens:13d}   {middle * 1e3:19.3f}   {fitted * 1e3:9.3f}  {fitted / middle - 1:+7.1%}"
 

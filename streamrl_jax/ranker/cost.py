@@ -34,6 +34,8 @@ Numbers = float | np.ndarray
 FORMAT: Final = 1
 """Of a profile's file."""
 
+MEDIAN: Final = 0.5
+
 MOST_BATCH: Final = 1 << 20
 """What `TokenLatency.max_batch` answers where nothing bounds the batch."""
 
@@ -220,6 +222,7 @@ class Conditions:
     engine: str  # e.g. "vllm 0.32.0"
     date: str  # ISO, UTC
     note: str = ""  # what else ran on the machine
+    quantile: float = MEDIAN  # of the repeats of a point, which the model was fitted to
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,7 @@ def read_cost(path: Path) -> Profile:
     }
     return Profile(
         TokenLatency.from_json(file.part("cost").data, f"{path}: cost"),
-        Conditions(**texts, tensor_parallel=said.whole("tensor_parallel")),
+        Conditions(**texts, tensor_parallel=said.whole("tensor_parallel"), quantile=said.number("quantile")),
         tuple(
             StepPoint(row.whole("batch"), row.number("kv_tokens"), row.number("seconds"))
             for row in file.parts("points")

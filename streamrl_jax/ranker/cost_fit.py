@@ -2,7 +2,8 @@
 
 Least squares on the relative residuals, model / measured - 1, with no coefficient below 0: so the result is monotone
 whatever was measured. The unknowns are few (a start, a slope for each of at most `MOST_SEGMENTS` segments, the price of
-a token of context), and each point enters as the median of its repeats, which an outlier does not move.
+a token of context), and each point enters as the median of its repeats, which an outlier does not move; or as a lower
+quantile, where other work on the machine adds to many of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.ranker.cost import FLAT, HeldOut, PrefillPoint, Ramp, StepPoint, TokenLatency
+from streamrl_jax.ranker.cost import FLAT, MEDIAN, HeldOut, PrefillPoint, Ramp, StepPoint, TokenLatency
 
 K = TypeVar("K")
 
@@ -25,13 +26,16 @@ MOST_SEGMENTS: Final = 6
 """Of the time by the batch. `least_squares_from_zero_up` tries all subsets of the unknowns."""
 
 
-def fit(points: Sequence[StepPoint], prefill: Sequence[PrefillPoint] = ()) -> TokenLatency:
+def fit(
+    points: Sequence[StepPoint], prefill: Sequence[PrefillPoint] = (), quantile: float = MEDIAN
+) -> TokenLatency:
     """Fits the model to measurements.
 
     Args:
         points: Of decode steps, in any order, repeats among them. Two batches at least, and one of them with two
             different contexts.
         prefill: Of taking in prompts, of two lengths at least; none: prefill costs nothing.
+        quantile: Of the repeats of a point, for which it stands.
 
     Returns:
         The model. Below the smallest batch measured a step costs as much as there, beyond the largest the last slope
@@ -41,7 +45,7 @@ def fit(points: Sequence[StepPoint], prefill: Sequence[PrefillPoint] = ()) -> To
         UserError: The points do not determine it; says which are missing. Or one of them is no measurement.
     """
     _check_measured(points, prefill)
-    steps = medians(((point.batch, point.kv_tokens), point.seconds) for point in points)
+    steps = merged((((point.batch, point.kv_tokens), point.seconds) for point in points), quantile)
     batches = sorted({batch for batch, _ in steps})
     _check_determined(batches, steps)
     batch, kv_token_s = _fit_ramp(
@@ -51,22 +55,23 @@ def fit(points: Sequence[StepPoint], prefill: Sequence[PrefillPoint] = ()) -> To
     )
     if batch.knots[0] > 1:
         batch = Ramp(batch.start, (1.0, *batch.knots), (0.0, *batch.slopes))
-    return TokenLatency(batch, kv_token_s, _fit_prefill(prefill))
+    return TokenLatency(batch, kv_token_s, _fit_prefill(prefill, quantile))
 
 
-def held_out_error(cost: TokenLatency, points: Sequence[StepPoint]) -> HeldOut:
+def held_out_error(cost: TokenLatency, points: Sequence[StepPoint], quantile: float = MEDIAN) -> HeldOut:
     """How far the model is off on points that it was not fitted to.
 
     Args:
         cost: The model.
-        points: Repeats count as one point, by their median.
+        points: Measured.
+        quantile: Of the repeats of a point, for which it stands.
 
     Raises:
         UserError: There are none.
     """
     if not points:
         raise UserError("no point is held out; hold out a larger share of the points")
-    steps = medians(((point.batch, point.kv_tokens), point.seconds) for point in points)
+    steps = merged((((point.batch, point.kv_tokens), point.seconds) for point in points), quantile)
     predicted = cost.step_s(
         np.array([batch for batch, _ in steps]), np.array([tokens for _, tokens in steps])
     )
@@ -74,12 +79,12 @@ def held_out_error(cost: TokenLatency, points: Sequence[StepPoint]) -> HeldOut:
     return HeldOut(len(errors), float(np.median(errors)), float(errors.max()))
 
 
-def medians(measured: Iterable[tuple[K, float]]) -> dict[K, float]:
-    """The median of the repeats of each point, in the order of the points."""
+def merged(measured: Iterable[tuple[K, float]], quantile: float) -> dict[K, float]:
+    """A quantile of the repeats of each point, in the order of the points."""
     repeats: defaultdict[K, list[float]] = defaultdict(list)
     for point, seconds in measured:
         repeats[point].append(seconds)
-    return {point: float(np.median(seconds)) for point, seconds in repeats.items()}
+    return {point: float(np.quantile(seconds, quantile)) for point, seconds in repeats.items()}
 
 
 def _check_measured(points: Sequence[StepPoint], prefill: Sequence[PrefillPoint]) -> None:
@@ -111,10 +116,10 @@ def _check_determined(batches: Sequence[int], steps: Mapping[tuple[int, float], 
         )
 
 
-def _fit_prefill(points: Sequence[PrefillPoint]) -> Ramp:
+def _fit_prefill(points: Sequence[PrefillPoint], quantile: float) -> Ramp:
     if not points:
         return FLAT.prefill
-    steps = medians((point.tokens, point.seconds) for point in points)
+    steps = merged(((point.tokens, point.seconds) for point in points), quantile)
     if len(steps) < 2:
         raise UserError(
             f"prefill was measured with prompts of {next(iter(steps))} tokens only: two lengths at least are needed; "

@@ -146,6 +146,19 @@ def test_noise_and_outliers_move_a_fit_by_less_than_the_noise(seed: int) -> None
     assert error.median < 0.05 and error.largest < 0.15
 
 
+def test_a_low_quantile_keeps_out_what_other_work_adds_to_most_repeats() -> None:
+    rng = np.random.default_rng(0)
+
+    def disturbed() -> float:
+        """2 % about the truth, and for 6 of 10 repeats up to six times as long."""
+        return float(rng.lognormal(0.0, 0.02)) * (1.0 + 5.0 * rng.random() * (rng.random() < 0.6))
+
+    rows = points(KNOWN, disturbed, repeats=15)
+    truth = [StepPoint(b, b * c, float(KNOWN.ptl(b, c))) for b in (2, 16, 100) for c in (300, 2000)]
+    assert held_out_error(fit(rows, quantile=0.1), truth).largest < 0.1
+    assert held_out_error(fit(rows), truth).median > 0.2, "most repeats are off, and so is their median"
+
+
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None)
 def test_least_squares_from_zero_up_keeps_the_conditions_of_the_optimum(seed: int) -> None:
