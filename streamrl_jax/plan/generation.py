@@ -21,7 +21,7 @@ from streamrl_jax.plan.engine_model import Answer, Engine
 from streamrl_jax.ranker.plans import Plan, Server, checked_work, lines_of
 from streamrl_jax.ranker.steal import Line, steal
 
-_PATIENCE: Final = 50
+_PATIENCE: Final = 500
 """Steps after which an instance that found nothing to take asks again: what it was refused may help by then."""
 
 Order = Literal["arrival", "lpt"]
