@@ -202,3 +202,51 @@ def test_new_weights_reach_every_parameter_of_a_tied_model(rig: Rig) -> None:
     )
     assert worst < 1e-5
     assert all(answer.versions[0].version == rig.version for answer in answers)
+
+
+def forced(rig: Rig, lengths: list[int]) -> list[Assignment]:
+    """Answers of exactly so many tokens, whatever is sampled."""
+    sampling = replace(TRAINING, evaluation=True, max_new_tokens=max(lengths))
+    ids = np.array([5, 6], np.int32)
+    return [
+        Assignment(rig.sample_id(), 0, ids, replace(sampling, forced_length=length)) for length in lengths
+    ]
+
+
+def steps_of(rig: Rig, given: list[Assignment]) -> int:
+    """Steps that the engine counts while it answers what all begins at once."""
+
+    async def work() -> int:
+        before = (await rig.client.status())[0].steps_total
+        await rig.client.pause(FENCE, keep=True, timeout_s=30)
+        await rig.assign(given)
+        while (await rig.client.status())[0].waiting < len(given):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # the last ones are on their way to EngineCore
+        await rig.client.resume(FENCE)
+        answers = await rig.collect(len(given))
+        length_of = {assignment.sample_id: assignment.sampling.forced_length for assignment in given}
+        assert all(len(answer.token_ids) == length_of[answer.sample_id] for answer in answers)
+        return (await rig.client.status())[0].steps_total - before
+
+    return rig.loop.run(work())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([17], 17),
+        ([1], 1),
+        ([4, 9, 30, 12, 2, 30], 30),  # the last ones run alone
+        ([5] * 16, 10),  # eight at once: a wave begins when one has ended
+    ],
+)
+def test_each_step_that_samples_is_counted_once(rig: Rig, lengths: list[int], steps: int) -> None:
+    assert steps_of(rig, forced(rig, lengths)) == steps
+
+
+def test_the_kv_cache_is_as_large_as_it_was_asked_for(rig: Rig) -> None:
+    # 2 (keys and values) · 2 layers · 2 heads · 32 wide · 4 bytes a token; a block that is never handed out is off it.
+    asked = 0.25 * 2**30 / (2 * 2 * 2 * 32 * 4)
+    _, info = rig.loop.run(rig.client.status())
+    assert 0.99 * asked <= info.kv_tokens <= asked
