@@ -8,6 +8,7 @@ This module has the two plain policies and what the others share, and gives all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -43,6 +44,12 @@ __all__ = [
     "shares_prefix",
     "steal",
 ]
+
+_EVENS_OUT: Final = 64
+"""Prompts an instance from which parting them is not tried."""
+
+_WORTH: Final = 1.01
+"""What parting has to gain."""
 
 
 def plan_lpt(
@@ -104,9 +111,9 @@ def shares_prefix(
 ) -> bool:
     """Whether the n answers of a prompt stay on one instance.
 
-    Apart, each instance that gets one takes in the prompt again: n − 1 prefills a prompt, spread over the instances.
-    Together, an instance may get n answers of one very long prompt at once, which lengthens the longest line by at
-    most those answers' tokens at a full batch's price, and by nothing once there are many prompts an instance.
+    Apart, each instance that gets one takes in the prompt again, and its cache holds it once more. Together, an
+    instance gets n answers of one very long prompt at once, which may lengthen the longest line. With many prompts an
+    instance that evens out.
 
     Args:
         lengths: Predicted tokens of an answer, of each prompt.
@@ -115,10 +122,10 @@ def shares_prefix(
         prompt_tokens: Of each prompt.
 
     Returns:
-        True where the plan of groups ends no later, by the model, than that of single answers with all their prefills.
+        False where the plan of single answers, with all their prefills, ends earlier by more than a hundredth.
     """
-    if n == 1:
+    if n == 1 or len(lengths) >= _EVENS_OUT * len(servers):
         return True
     together = plan_skewness(lengths, n, servers, prompt_tokens)
     apart = plan_skewness(np.repeat(lengths, n), 1, servers, np.repeat(prompt_tokens, n))
-    return together.makespan_s <= apart.makespan_s
+    return together.makespan_s <= _WORTH * apart.makespan_s
