@@ -36,6 +36,16 @@ class RankerSection(Section):
     path: str = ""
     """A ranker that ``streamrl rank fit`` wrote. Empty: the prompts' own histories, and a small ranker that is learned
     during the run."""
+    refresh_every: int = Field(default=5, ge=0)
+    """Iterations between two refreshes: the ranker is trained on from the run's newest answers, behind the training, on
+    the host's CPU. 0: never; without a ``path`` a prompt's history is then all there is. While answers are of about the
+    same length nothing is trained."""
+    refresh_steps: int = Field(default=100, ge=1)
+    """Steps of a refresh; it should take less time than an iteration."""
+    window: int = Field(default=2048, ge=64)
+    """A refresh learns from the newest answers to so many prompts."""
+    max_wait_s: float = Field(default=0.2, ge=0.0)
+    """An iteration that is not predicted when it is to begin waits so long for it, then goes without."""
 
 
 def dispatch_faults(dispatch: DispatchSection, ranker: RankerSection) -> Iterator[str]:

@@ -13,11 +13,16 @@ def prepare_jax(cfg: Config, environment: Mapping[str, str]) -> None:
     """Sets the environment of the trainer's devices, the precision, and the compilation cache.
 
     Args:
-        cfg: ``model.compute_dtype`` and ``trainer.compilation_cache`` are read.
+        cfg: ``model.compute_dtype``, ``trainer.compilation_cache`` and ``dispatch.policy`` are read.
         environment: From `devices.trainer_environment`.
     """
     os.environ.update(environment)
     import jax
+
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if cfg.dispatch.policy != "arrival" and platforms and "cpu" not in platforms.split(","):
+        # The ranker computes on the host beside the trainer's GPUs; what JAX_PLATFORMS names first stays the default.
+        jax.config.update("jax_platforms", f"{platforms},cpu")
 
     if cfg.model.compute_dtype == "float32":
         # GPUs multiply float32 in TF32 otherwise, and trainer and generator would not agree to float32's precision.

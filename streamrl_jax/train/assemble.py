@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
@@ -39,6 +39,9 @@ from streamrl_jax.train.state import TrainState
 from streamrl_jax.train.step import Steps
 from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.train.weights import Conversions, Weights
+
+if TYPE_CHECKING:
+    from streamrl_jax.ranker.online import OnlineForecast
 
 _NOTICE_S: Final = (
     5.0  # the controller tells of a trainer process that is gone so long after its lease has ended
@@ -116,7 +119,9 @@ def assembled(
         with edges.stop.interruptible():
             trainer, meta = _warm_trainer(steps, inputs, edges.display, restore, plan)
         weights = _open_weights(cfg, home, inputs, edges, plan, stack)
-        yield _parts(cfg, home, inputs, edges, trainer, weights, plan, meta), meta.version if meta else 0
+        forecast = _open_forecast(cfg, home, inputs, restore, stack) if edges.leading else None
+        parts = _parts(cfg, home, inputs, edges, trainer, weights, plan, meta, forecast)
+        yield parts, meta.version if meta else 0
 
 
 @contextlib.contextmanager
@@ -160,6 +165,25 @@ def _open_weights(
     if edges.leading is None:
         return Conversions(inputs.arch, cfg.gen.dtype, plan)
     return stack.enter_context(open_bridge(cfg, home, inputs.arch, edges.leading.generation, plan))
+
+
+def _open_forecast(
+    cfg: Config, home: RunDir, inputs: Inputs, restore: Restore | None, stack: contextlib.ExitStack
+) -> OnlineForecast | None:
+    """The predictor of answers' lengths, where dispatch asks for one."""
+    if cfg.dispatch.policy == "arrival":
+        return None
+    from streamrl_jax.ranker.model import LengthRanker
+    from streamrl_jax.ranker.online import OnlineForecast
+    from streamrl_jax.ranker.restore import begin
+
+    origin = restore and (restore.source.directory.parent, restore.step)
+    known, said = begin(cfg.ranker, LengthRanker.load, origin)
+    longest, vocabulary = cfg.data.max_response_length, inputs.arch.vocab_size
+    sizes = {"longest": longest, "vocab_size": vocabulary, "seed": cfg.run.seed}
+    forecast = OnlineForecast(cfg.ranker, known, said, home.path, **sizes)
+    stack.callback(forecast.close)
+    return forecast
 
 
 def build_steps(cfg: Config, inputs: Inputs) -> Steps:
@@ -254,13 +278,14 @@ def _parts(
     weights: Weights | Conversions,
     plan: Plan,
     meta: Meta | None,
+    forecast: OnlineForecast | None,
 ) -> Parts:
     controller, stop, trace = edges.controller, edges.stop, edges.trace
     start = meta.version if meta else 0
     evaluated = meta is not None and BEST_METRIC in meta.metrics
     stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
     sampling = training_sampling(cfg, stop_ids)
-    rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, trace, stop, start)
+    rollouts = Rollouts(cfg, controller, inputs.train_prompts, sampling, trace, stop, start, forecast)
     probes = inputs.train_prompts.iteration(0)
     gate = AgreementGate(cfg, controller, weights, probes, probe_sampling(cfg, sampling), stop)
     recorder: Records = NoRecords()
@@ -273,7 +298,7 @@ def _parts(
     evaluator = Evaluator(
         cfg, controller, held_out, evaluation_sampling(cfg, stop_ids), recorder, stop, evaluated
     )
-    keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start, plan)
+    keeper = Keeper(cfg, edges.checkpointer, trainer, evaluator, rollouts, home.fence, start, plan, forecast)
     return Parts(cfg, trainer, rollouts, weights, gate, evaluator, keeper, recorder, trace)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -15,6 +17,18 @@ from streamrl_jax.train.plan import Plan
 from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.train.trainer import Trainer
 from streamrl_jax.types import Fence
+
+
+class SavedForecast(Protocol):
+    """What is known of answers' lengths, kept beside the checkpoints."""
+
+    def save(self, step: int, keep: Collection[int]) -> None:
+        """Begins to write what goes with the checkpoint of a step; ``keep``: the other checkpoints there are."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when that is on disk."""
+        ...
 
 
 class Keeper:
@@ -32,6 +46,7 @@ class Keeper:
         fence: This life of the run.
         start: Where it began. That state is written already, or can be made again.
         plan: Of several trainer processes, all of which write; None: there is one.
+        forecast: Saved with each checkpoint; None: there is none, or another trainer process has it.
     """
 
     def __init__(
@@ -44,6 +59,7 @@ class Keeper:
         fence: Fence,
         start: int,
         plan: Plan | None = None,
+        forecast: SavedForecast | None = None,
     ) -> None:
         self._cfg = cfg
         self._checkpointer = checkpointer
@@ -52,6 +68,7 @@ class Keeper:
         self._rollouts = rollouts
         self._fence = fence
         self._plan = plan or Plan()
+        self._forecast = forecast
         self._config_digest = blake3(dump_config(cfg).encode()).hexdigest()
         self._completed = start
         self._saved = start
@@ -72,6 +89,8 @@ class Keeper:
         metrics = {BEST_METRIC: newest.accuracy} if newest and known else None
         self._plan.whole("checkpoint", version)
         self._checkpointer.save(version, self._trainer.state, self._meta(version), metrics)
+        if self._forecast is not None:
+            self._forecast.save(version, self._checkpointer.steps())
         self._saved = version
 
     def save_now(self) -> int:
@@ -83,6 +102,8 @@ class Keeper:
         if self._saved != self._completed:
             self.save(self._completed)
         self._checkpointer.wait()
+        if self._forecast is not None:
+            self._forecast.wait()
         return self._completed
 
     def _meta(self, version: int) -> Meta:

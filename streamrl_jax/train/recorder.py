@@ -200,6 +200,7 @@ class Recorder:
             **generator_metrics(self._before, pool, seconds),
             **self._weights.metrics(),
             **self._gate.metrics(),
+            **self._rollouts.forecast_metrics(),
             **{f"rollouter/{name}": float(count) for name, count in self._controller.counters().items()},
             **self._controller.usage(),
             **self._speed(

@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from streamrl_jax.config import Config
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.protocol import RunController
 from streamrl_jax.data import PromptSet
 from streamrl_jax.interrupt import StopSignal
+from streamrl_jax.metrics import Value
 from streamrl_jax.trace import Trace
 from streamrl_jax.types import Prompt, Sample, Sampling
 
@@ -105,11 +106,43 @@ class Replacements:
         return taken
 
 
+class Forecast(Protocol):
+    """Predicts how long answers will be, off the loop's path (`ranker.online`).
+
+    Call order per iteration: ``prepare`` long before, ``take`` when its job is handed over, ``observe`` for each of its
+    samples, ``learn`` when it is consumed.
+    """
+
+    def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
+        """Begins to predict an iteration's prompts; returns at once."""
+        ...
+
+    def take(self, iteration: int) -> Sequence[float] | None:
+        """Expected tokens of an answer to each of an iteration's prompts; None: nothing is known, or not in time."""
+        ...
+
+    def known(self, prompt: Prompt) -> float | None:
+        """The same of a single prompt, from its own past answers; None: it has none. Does not wait."""
+        ...
+
+    def observe(self, sample: Sample) -> None:
+        """A sample is consumed."""
+        ...
+
+    def learn(self, iteration: int, *, last: bool) -> None:
+        """An iteration is trained on; begins to learn from its samples. ``last``: no other one follows."""
+        ...
+
+    def metrics(self) -> dict[str, Value]:
+        """How well the newest iteration that was learned from had been predicted."""
+        ...
+
+
 class Rollouts:
     """Opens iterations by admission, and iterates over their samples.
 
-    Call order per iteration: ``open`` as soon as a version admits it; then ``samples``, and for each of them
-    ``replace``.
+    Call order: ``wait_ready`` once; per iteration ``open`` as soon as a version admits it; then ``samples``, and for
+    each of them ``replace``.
 
     Invariant: nothing is ever generated that would be too stale when it is consumed, so nothing is dropped for its age.
 
@@ -121,6 +154,8 @@ class Rollouts:
         trace: Shows when the trainer waited.
         stop: Signals that may end the wait.
         start: The first iteration to open.
+        forecast: Predicts lengths for `dispatch.policy`; None: prompts go in the order of their arrival, or another
+            trainer process predicts.
     """
 
     def __init__(
@@ -132,6 +167,7 @@ class Rollouts:
         trace: Trace,
         stop: StopSignal,
         start: int,
+        forecast: Forecast | None = None,
     ) -> None:
         self._cfg = cfg
         self._controller = controller
@@ -139,7 +175,8 @@ class Rollouts:
         self._sampling = sampling
         self._trace = trace
         self._stop = stop
-        self._next = start
+        self._start = self._next = start
+        self._forecast = forecast
         self._replacements = Replacements(-1, iter(()), 0)
         self.waited = Waited()
 
@@ -150,17 +187,19 @@ class Rollouts:
             StopRequested: A signal came.
             ControlError: Not within `gen.start_timeout_s`; says what each one does.
         """
+        self._prepare(range(self._start, self._newest(self._start) + 1))
         with self._stop.interruptible():
             self._controller.wait_ready(self._cfg.gen.start_timeout_s)
 
     def open(self, version: int) -> None:
         """Hands over every iteration that ``version`` admits and that is not open yet."""
-        staleness = self._cfg.trainer.max_staleness
-        newest = newest_admitted(version, staleness, self._cfg.trainer.total_training_steps)
+        self._learn(version)
+        newest = self._newest(version)
         for iteration in range(self._next, newest + 1):
-            job = self._job(train_job(iteration), iteration, self._prompts.iteration(iteration))
-            self._controller.submit(job)
+            prompts, predicted = self._prompts.iteration(iteration), self._predicted(iteration)
+            self._controller.submit(self._job(train_job(iteration), iteration, prompts, predicted))
         self._next = max(self._next, newest + 1)
+        self._prepare(range(self._next, self._newest(version + 1) + 1))
 
     def samples(self, iteration: int) -> Iterator[Sample]:
         """Yields an iteration's samples in the order of their arrival, each once, and times the waiting.
@@ -182,6 +221,8 @@ class Rollouts:
                 self._trace.span("gen_wait", begun, now)
             self.waited.first_s = self.waited.first_s or waited
             self.waited.total_s += waited
+            if self._forecast is not None:
+                self._forecast.observe(sample)
             yield sample
             begun = time.monotonic()
         if self._replacements.unmet:
@@ -200,13 +241,48 @@ class Rollouts:
         """
         job_id = train_job(iteration)
         for number, prompt in self._replacements.take(groups):
-            self._controller.submit(self._job(f"{job_id}+{number}", iteration, [prompt]), into=job_id)
+            length = self._forecast.known(prompt) if self._forecast is not None else None
+            predicted = None if length is None else [length]
+            job = self._job(f"{job_id}+{number}", iteration, [prompt], predicted)
+            self._controller.submit(job, into=job_id)
 
     def replaced(self, iteration: int) -> int:
         """Further prompts that the newest iteration has asked so far; 0 before its samples are taken."""
         return self._replacements.asked if self._replacements.iteration == iteration else 0
 
-    def _job(self, job_id: str, iteration: int, prompts: Sequence[Prompt]) -> Job:
+    def forecast_metrics(self) -> dict[str, Value]:
+        """How well lengths were predicted of the newest iteration; empty where nothing predicts."""
+        return {} if self._forecast is None else self._forecast.metrics()
+
+    def _newest(self, version: int) -> int:
+        trainer = self._cfg.trainer
+        return newest_admitted(version, trainer.max_staleness, trainer.total_training_steps)
+
+    def _prepare(self, iterations: range) -> None:
+        if self._forecast is not None:
+            for iteration in iterations:
+                self._forecast.prepare(iteration, self._prompts.iteration(iteration))
+
+    def _predicted(self, iteration: int) -> Sequence[float] | None:
+        if self._forecast is None:
+            return None
+        with self._trace.phase("rank", iteration=iteration):
+            return self._forecast.take(iteration)
+
+    def _learn(self, version: int) -> None:
+        """Only here is it certain that the iteration before ``version`` is in the next checkpoint."""
+        if self._forecast is None or version == self._start:
+            return
+        with self._trace.phase("rank", iteration=version - 1):
+            self._forecast.learn(version - 1, last=version == self._cfg.trainer.total_training_steps)
+
+    def _job(
+        self,
+        job_id: str,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        predicted: Sequence[float] | None = None,
+    ) -> Job:
         return Job(
             job_id=job_id,
             prompts=prompts,
@@ -215,6 +291,7 @@ class Rollouts:
             iteration=iteration,
             min_version=max(0, iteration - self._cfg.trainer.max_staleness),
             priority=iteration,
+            predicted=predicted,
         )
 
     def _shortage(self, iteration: int) -> str:

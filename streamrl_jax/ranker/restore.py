@@ -1,0 +1,88 @@
+"""What a run knows of its answers' lengths when it begins: anew, after a break, or as a fork."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamrl_jax.config_ranker import RankerSection
+from streamrl_jax.errors import UserError
+from streamrl_jax.ranker.knowledge import Knowledge, Predicted, grouped, read_knowledge
+from streamrl_jax.ranker.lengths import ObservedLengths
+from streamrl_jax.ranker.state import state_directory, state_faults
+from streamrl_jax.samples_log import read_samples, recorded_iterations
+
+if TYPE_CHECKING:
+    from streamrl_jax.ranker.model import LengthRanker
+
+log = logging.getLogger(__name__)
+
+
+def begin(
+    section: RankerSection, load: Callable[[Path], LengthRanker], resumed: tuple[Path, int] | None = None
+) -> tuple[Knowledge, dict[int, Predicted]]:
+    """What a run knows of its answers' lengths when it begins.
+
+    Args:
+        section: ``[ranker]``.
+        load: Reads a ranker: `LengthRanker.load`.
+        resumed: Run directory and step of the checkpoint that it goes on from, of this run or of the one that it is a
+            fork of; None: anew.
+
+    Returns:
+        That, and what was predicted of the iterations in flight. Where the state of the checkpoint is missing or
+        damaged it is made again from the recorded samples, with a warning.
+
+    Raises:
+        UserError: ``ranker.path`` is no ranker.
+    """
+    if resumed is None:
+        known = Knowledge(deque(maxlen=section.window))
+        return replace(known, ranker=_given(section, load)), {}
+    run_dir, step = resumed
+    wrong = state_faults(run_dir, step)
+    if not wrong:
+        try:
+            restored = read_knowledge(state_directory(run_dir, step), section.window, section.path)
+            own = None if restored.ranker is None else replace(load(restored.ranker), source=None)
+        except UserError as error:
+            wrong = [str(error)]
+        else:
+            ranker = own or _given(section, load)
+            return replace(restored.known, ranker=ranker, trained=own is not None), dict(restored.said)
+    known, told = _made_again(run_dir, step, section.window)
+    log.warning(
+        "%s: %s; what is known of the lengths of answers is made again from %s, and the ranker begins anew",
+        state_directory(run_dir, step),
+        "; ".join(wrong),
+        told,
+    )
+    return replace(known, ranker=_given(section, load), due=True), {}
+
+
+def _given(section: RankerSection, load: Callable[[Path], LengthRanker]) -> LengthRanker | None:
+    return load(Path(section.path)) if section.path else None
+
+
+def _made_again(run_dir: Path, step: int, window: int) -> tuple[Knowledge, str]:
+    """Histories and newest answers of the newest iterations before ``step``, as many as fill the window."""
+    folder = run_dir / "samples"
+    recorded = recorded_iterations(folder) if folder.is_dir() else []
+    rows: dict[int, list[ObservedLengths]] = {}
+    for iteration in sorted((number for number in recorded if number < step), reverse=True):
+        try:
+            rows[iteration] = grouped(read_samples(run_dir, iteration))
+        except UserError as error:
+            log.warning("%s", error)
+        if sum(map(len, rows.values())) >= window:
+            break
+    known = Knowledge(deque(maxlen=window))
+    for iteration in sorted(rows):
+        known.take_in(rows[iteration], iteration)
+    if not rows:
+        return known, "nothing, since no samples are recorded"
+    return known, f"the samples of iterations {min(rows)} to {max(rows)}"
