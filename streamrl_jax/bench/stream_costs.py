@@ -11,7 +11,8 @@ import numpy as np
 
 from streamrl_jax.control.ledger import Ledger
 from streamrl_jax.control.partials import extend
-from streamrl_jax.control.queue import HeldQueue, Room, Waiting
+from streamrl_jax.control.placing import Room, Waiting
+from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.gen import codec
 from streamrl_jax.proto import streamrl_pb2 as pb

@@ -22,8 +22,8 @@ from streamrl_jax.control.handover import Handover
 from streamrl_jax.control.hub import Hub
 from streamrl_jax.control.inbox import Inbox
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.placing import Place
 from streamrl_jax.control.plan import Step
-from streamrl_jax.control.queue import Place
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.server import RunControlService, Serving, serve
 from streamrl_jax.control.settings import ControlSettings

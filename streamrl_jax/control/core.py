@@ -19,9 +19,10 @@ from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.once import Once
 from streamrl_jax.control.outbox import Delivery, Outbox, Reading
+from streamrl_jax.control.placing import Place
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.pool import Pool
-from streamrl_jax.control.queue import HeldQueue, Place
+from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.readers import Readers
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.settings import ControlSettings
@@ -75,7 +76,9 @@ class ControllerCore:
         self.launcher = launcher
         self.failure: BaseException | None = None
         intake = Intake(settings.max_buffered_samples)
-        self.work = Work(fence, rewards, HeldQueue(place), settings.max_attempts, intake, self.spawn)
+        self.work = Work(
+            fence, rewards, HeldQueue(place), settings.max_attempts, intake, self.spawn, settings.dispatch
+        )
         self.pool = Pool(fence, settings, launcher, access, self.work, self.spawn, on_event)
         self.stopped = ""
         """Why the run was asked to stop; empty: it was not."""
@@ -164,7 +167,7 @@ class ControllerCore:
         if not self._once.first(f"job {job.job_id}", reader, digest):
             return
         outbox = self._way(into) if into else self._open_way(job.job_id)
-        self.work.submit(job, outbox)
+        self.work.submit(job, outbox, self.pool.ready())
         self.pool.pump()
 
     def read(

@@ -12,7 +12,7 @@ from streamrl_jax.control.lease import Lease
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.link import Link
 from streamrl_jax.control.meter import ActivityClock, TokenRate
-from streamrl_jax.control.queue import Room
+from streamrl_jax.control.placing import Room
 from streamrl_jax.control.startup import check_process, launch, until_loaded
 from streamrl_jax.control.surroundings import Surroundings
 from streamrl_jax.control.tasks import to_the_end, until_one_ends

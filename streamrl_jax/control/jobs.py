@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -113,48 +113,58 @@ class Member:
     index: int
 
 
-def members(job: Job) -> Iterator[Member]:
-    """Names every sample of a job, prompt by prompt, as they are asked for.
+class Roster:
+    """Names a job's samples, in any order.
 
     A prompt that a job holds twice (the end of one epoch and the start of the next) is two groups; the second
     one's key gets the suffix ``~1``.
 
     Args:
+        job: whose.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        seen: Counter[str] = Counter()
+        self._repeats: dict[int, int] = {}  # how many earlier positions hold the same prompt, where any does
+        for position, prompt in enumerate(job.prompts):
+            if repeat := seen[prompt.prompt_id]:
+                self._repeats[position] = repeat
+            seen[prompt.prompt_id] += 1
+
+    def member(self, number: int) -> Member:
+        """The sample with this number, in the order of `members`."""
+        position, index = divmod(number, self._job.n)
+        return _member(self._job, position, index, self._repeats.get(position, 0))
+
+
+def members(job: Job, order: Iterable[int] | None = None) -> Iterator[Member]:
+    """Names every sample of a job, prompt by prompt, as they are asked for.
+
+    Args:
         job: what to expand.
+        order: its positions; None: as they are.
 
     Yields:
-        ``job.size`` members; the ids are ``<job>/<prompt>/<index>`` and unique in the run.
+        ``job.size`` members; the ids are ``<job>/<prompt>/<index>`` and unique in the run (see `Roster`).
     """
+    if order is not None:
+        roster = Roster(job)
+        for position in order:
+            for index in range(job.n):
+                yield roster.member(int(position) * job.n + index)
+        return
     seen: Counter[str] = Counter()
     for position, prompt in enumerate(job.prompts):
         repeat = seen[prompt.prompt_id]
         seen[prompt.prompt_id] += 1
         for index in range(job.n):
-            yield member(job, position, index, repeat)
+            yield _member(job, position, index, repeat)
 
 
-def member(job: Job, position: int, index: int, repeat: int) -> Member:
-    """Names one sample.
-
-    Args:
-        job: whose.
-        position: of its prompt in the job.
-        index: among the answers to the prompt.
-        repeat: how many earlier positions hold the same prompt; see `repeats`.
-    """
+def _member(job: Job, position: int, index: int, repeat: int) -> Member:
     group = f"{job.job_id}/{job.prompts[position].prompt_id}" + (f"~{repeat}" if repeat else "")
     return Member(f"{group}/{index}", group, position, index)
-
-
-def repeats(job: Job) -> Mapping[int, int]:
-    """How many earlier positions hold the same prompt, for the positions where any does."""
-    seen: Counter[str] = Counter()
-    found: dict[int, int] = {}
-    for position, prompt in enumerate(job.prompts):
-        if repeat := seen[prompt.prompt_id]:
-            found[position] = repeat
-        seen[prompt.prompt_id] += 1
-    return found
 
 
 def limits_of(job: Job, asked: Member) -> Sampling:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from streamrl_jax.control.dispatching import Ready
 from streamrl_jax.control.events import ControlEvent, EventKind, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.instance import Instance
@@ -126,6 +127,7 @@ class Pool:
 
     def _let_go(self, instance: Instance, why: str, *, at_once: bool) -> None:
         instance.leave(why, at_once=at_once)
+        self._work.queue.abandon(instance.name)
         self.pump()
 
     def _staying(self) -> list[Instance]:
@@ -157,6 +159,8 @@ class Pool:
             return
         for name, assignment in self._work.take(rooms):
             self._instances[name].assign(assignment)
+        if self._work.offer_all:  # a plan has ended, and with it what held the others back
+            self.pump()
 
     def publish(self, publication: Publication, done: Future[list[UpdateReport]]) -> None:
         """Makes a version the current one and brings it to every instance.
@@ -197,6 +201,11 @@ class Pool:
     def is_connected(self, name: str) -> bool:
         """Whether the stream of an instance is open at this moment."""
         return name in self._instances and self._instances[name].connected
+
+    def ready(self) -> tuple[Ready, ...]:
+        """Those that can be given work, now or when they have the current version, in the order they were added."""
+        views = (instance.view() for instance in self._staying() if instance.loaded)
+        return tuple(Ready(view.name, view.slots, view.kv_tokens) for view in views)
 
     def loaded(self) -> int:
         """How many are loaded and connected, and stay."""

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,7 @@ from streamrl_jax.errors import USER_ERROR_EXIT_CODE, UserError
 from streamrl_jax.gen import net
 from streamrl_jax.gen.launch.plan import FleetPlan
 from streamrl_jax.gen.parentage import die_with
+from streamrl_jax.ranker.cost import TokenLatency
 from streamrl_jax.rewards import load_reward
 from streamrl_jax.setup.fleet import open_fleet
 from streamrl_jax.types import Fence
@@ -61,6 +63,7 @@ class ControllerSpec:
         readers: Trainer processes.
         model_dir: The policy's checkpoint, for its tokenizer.
         fleet: What instances come from (`FleetPlan`), JSON.
+        cost: Of a decode step (`TokenLatency`), JSON.
         control_file: Where it writes at which address it is found.
         board_file: Where it writes which samples are being rewarded.
         parent: Process id of the main job, with which it ends.
@@ -73,6 +76,7 @@ class ControllerSpec:
     readers: int
     model_dir: str
     fleet: str
+    cost: Mapping[str, Any]
     control_file: str
     board_file: str
     parent: int
@@ -109,7 +113,7 @@ class Process:
     def __init__(self, spec: ControllerSpec) -> None:
         self._spec = spec
         cfg = config_from_layers([Layer("the run's configuration", tomllib.loads(spec.config))])
-        self._settings = ControlSettings.of(cfg, spec.readers)
+        self._settings = ControlSettings.of(cfg, spec.readers, TokenLatency.from_json(spec.cost))
         plan = FleetPlan.from_json(spec.fleet)
         access = net.Access.from_files(plan.access)
         self._serving = Serving(access, cfg.control.listen, Path(spec.control_file))

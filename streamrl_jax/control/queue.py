@@ -6,73 +6,14 @@ still here can be re-ordered, re-balanced, and given to an instance that joins.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from streamrl_jax.types import NO_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A sample that is not handed out."""
-
-    sample_id: str
-    group: str  # the answers to one prompt
-    min_version: int
-    order: tuple[int, ...] = (0,)  # (priority, iteration, place in the job); the smallest goes first
-    pinned: str = ""  # the one instance that may answer
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What an instance can take now."""
-
-    instance: str
-    version: int
-    capacity: int  # slots and look-ahead
-    held: int  # handed out to it and not finished
-    pinned_only: bool = False  # an update waits until it is empty: only probes of this version
-
-    @property
-    def free(self) -> int:
-        """Further samples that it takes."""
-        return max(0, self.capacity - self.held)
-
-    def takes(self, min_version: int, pinned: str) -> bool:
-        """Whether it may answer a sample of such needs."""
-        if not self.free or min_version > self.version or self.version == NO_VERSION:
-            return False
-        return pinned == self.instance if pinned else not self.pinned_only
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A sample and the instance that gets it."""
-
-    waiting: Waiting
-    instance: str
-
-
-Place = Callable[[Waiting, Sequence[Room], str], str]
-"""Chooses among the instances that may take the sample, at least one:
-``(sample, rooms, the group's last instance or "") -> name``. Skewness-aware dispatching is another one."""
-
-
-def place_with_group(waiting: Waiting, rooms: Sequence[Room], home: str) -> str:
-    """Keeps the answers to one prompt together (one prefill for all), else takes the emptiest instance.
-
-    Args:
-        waiting: the sample.
-        rooms: the instances that may take it, at least one.
-        home: where the last sample of its group went, "" for the first.
-
-    Returns:
-        ``home`` while it has room, else the instance with the largest free share (the first of equals).
-    """
-    if any(room.instance == home for room in rooms):
-        return home
-    return max(rooms, key=lambda room: room.free / room.capacity).instance
+from streamrl_jax.control.lines import Lines
+from streamrl_jax.control.placing import Offer, Place, Placement, Room, Waiting
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +28,23 @@ class _Lane:
 _Head = tuple[bool, tuple[int, ...], int, Waiting, _Lane | None]
 """What the queue sorts by (not front, order, number), then the sample and the lane that it was drawn from."""
 
-_Key = tuple[int, str]
-"""Version and pin: samples of one key may go to the same instances."""
+_Key = tuple[int, str, bool]
+"""Version, pin and whether caps count: samples of one key may go to the same instances."""
+
+
+@dataclass(eq=False, slots=True)
+class _Planned:
+    """A job that waits in lines; in the queue it is one entry, before all other samples of its order."""
+
+    way: str
+    order: tuple[int, ...]
+    number: int
+    min_version: int
+    lines: Lines
+
+    @property
+    def place(self) -> tuple[bool, tuple[int, ...], int]:
+        return True, self.order, self.number
 
 
 class HeldQueue:
@@ -98,8 +54,9 @@ class HeldQueue:
     has room; a sample whose version is not out yet does not block those behind it.
 
     Invariant: after ``take`` with all instances nothing is left that one of them could have taken, but for what
-    ``admits`` held back. So an instance whose room alone has changed can be offered alone. One ``take`` costs as
-    much as it has rooms, and a logarithm for each sample that leaves.
+    ``admits`` or a plan's caps held back. So an instance whose room alone has changed can be offered alone, unless
+    ``uncapped`` says that caps have ended. A cap ends with the last waiting sample of its plan, and is 1 or more, so
+    that it strands nothing. One ``take`` costs as much as it has rooms, and a logarithm for each sample that leaves.
 
     Args:
         place: chooses the instance; None: as `place_with_group`, without looking at all rooms for each sample.
@@ -111,6 +68,9 @@ class HeldQueue:
         self._pins: dict[str, set[_Key]] = {}  # instance -> keys of what it alone may answer; "": of the rest
         self._homes: dict[str, str] = {}
         self._left: dict[str, int] = {}  # group -> samples here; the home is forgotten with the last one
+        self._planned: list[_Planned] = []  # by order
+        self.uncapped = False
+        """Caps have ended, and nobody has set this to false since: all instances have to be offered again."""
         self._pushed = 0
         self._waiting = 0
 
@@ -133,6 +93,25 @@ class HeldQueue:
         self._waiting += size
         self._draw(_Lane(way, waiting, size))
 
+    def line_up(self, way: str, order: tuple[int, ...], min_version: int, lines: Lines) -> None:
+        """Adds a job that was planned: its samples wait in lines.
+
+        Args:
+            way: given to ``admits`` of `take`.
+            order: where it stands between other jobs; before samples whose order begins so.
+            min_version: of all its samples.
+            lines: with at least one sample.
+        """
+        self._waiting += lines.waiting
+        self._pushed += 1
+        planned = _Planned(way, order, self._pushed, min_version, lines)
+        bisect.insort(self._planned, planned, key=lambda planned: planned.place)
+
+    def abandon(self, instance: str) -> None:
+        """Notes that an instance was lost or leaves: what waits in its lines goes to others meanwhile."""
+        for planned in self._planned:
+            planned.lines.abandon(instance)
+
     def take(
         self, rooms: Sequence[Room], admits: Callable[[str], bool] = lambda way: True
     ) -> list[Placement]:
@@ -148,15 +127,26 @@ class HeldQueue:
         """
         if not self._waiting:
             return []
-        offer = _Offer(rooms, self._place)
+        offer = Offer(rooms, self._place, self._caps(rooms))
+        placed = self._fill(offer, rooms, admits)
+        while self._end_plans():
+            offer.cap(self._caps(rooms))
+            placed += self._fill(offer, rooms, admits)
+        return placed
+
+    def _fill(self, offer: Offer, rooms: Sequence[Room], admits: Callable[[str], bool]) -> list[Placement]:
         pins = ("", *(room.instance for room in rooms))
         keys = [key for pin in pins for key in self._pins.get(pin, ()) if offer.takes(*key)]
-        ready = [(self._buckets[key][0], key) for key in keys]
+        ready: list[tuple[tuple[Any, ...], _Key | _Planned]] = [(self._buckets[key][0], key) for key in keys]
+        ready += [(planned.place, planned) for planned in self._planned if admits(planned.way)]
         heapq.heapify(ready)
         placed: list[Placement] = []
         kept: list[tuple[_Key, _Head]] = []
         while ready:
             head, key = heapq.heappop(ready)
+            if isinstance(key, _Planned):
+                placed += self._hand_out_planned(key, offer)
+                continue
             if not offer.takes(*key):
                 continue
             lane = head[4]
@@ -192,9 +182,33 @@ class HeldQueue:
 
     def oldest_version(self) -> int | None:
         """The smallest ``min_version`` that waits, for messages; None when empty."""
-        return min((version for version, _ in self._buckets), default=None)
+        versions = [key[0] for key in self._buckets] + [planned.min_version for planned in self._planned]
+        return min(versions, default=None)
 
-    def _hand_out(self, key: _Key, offer: _Offer) -> Placement:
+    def _caps(self, rooms: Iterable[Room]) -> dict[str, int]:
+        """The caps of these instances: those of the first plan of which anything waits."""
+        if not self._planned:
+            return {}
+        lines = self._planned[0].lines
+        found = {room.instance: lines.cap(room.instance) for room in rooms} if lines.has_caps else {}
+        return {instance: cap for instance, cap in found.items() if cap is not None}
+
+    def _end_plans(self) -> bool:
+        """Forgets plans of which nothing waits; returns whether that ended caps."""
+        ended = [planned for planned in self._planned if not planned.lines.waiting]
+        if ended:
+            self._planned = [planned for planned in self._planned if planned.lines.waiting]
+        uncapped = any(planned.lines.has_caps for planned in ended)
+        self.uncapped |= uncapped
+        return uncapped
+
+    def _hand_out_planned(self, planned: _Planned, offer: Offer) -> list[Placement]:
+        placed = planned.lines.fill(offer.open(planned.min_version))
+        offer.gave(placement.instance for placement in placed)
+        self._waiting -= len(placed)
+        return placed
+
+    def _hand_out(self, key: _Key, offer: Offer) -> Placement:
         home = self._homes.get(self._buckets[key][0][3].group, "")
         waiting = self._pop(key)
         instance = offer.choose(waiting, home)
@@ -207,7 +221,7 @@ class HeldQueue:
 
     def _insert(self, waiting: Waiting, front: bool, lane: _Lane | None) -> None:
         self._pushed += 1
-        key = (waiting.min_version, waiting.pinned)
+        key = (waiting.min_version, waiting.pinned, waiting.capped)
         if key not in self._buckets:
             self._buckets[key] = []
             self._pins.setdefault(waiting.pinned, set()).add(key)
@@ -234,74 +248,3 @@ class HeldQueue:
                 self._pins[key[1]].discard(key)
                 if not self._pins[key[1]]:
                     del self._pins[key[1]]
-
-
-class _Offer:
-    """What the instances can still take, while one `HeldQueue.take` lasts.
-
-    Args:
-        rooms: of all that are offered.
-        place: chooses the instance; None: the group's, else the emptiest.
-    """
-
-    def __init__(self, rooms: Sequence[Room], place: Place | None) -> None:
-        self._place = place
-        self._rooms = {room.instance: room for room in rooms if room.free and room.version != NO_VERSION}
-        self._free = {name: room.free for name, room in self._rooms.items()}
-        # By version, the instances that take what is not pinned, the emptiest first. Shares only sink, so that one
-        # which is out of date comes up too early, and is put right then.
-        self._emptiest: dict[int, list[tuple[float, int, str]]] = {}
-        for number, room in enumerate(self._rooms.values()):
-            if not room.pinned_only:
-                entry = (-room.free / room.capacity, number, room.instance)
-                self._emptiest.setdefault(room.version, []).append(entry)
-        for heap in self._emptiest.values():
-            heapq.heapify(heap)
-
-    def takes(self, min_version: int, pinned: str) -> bool:
-        """Whether one of them may answer a sample of such needs."""
-        if pinned:
-            room = self._rooms.get(pinned)
-            return room is not None and self._free[pinned] > 0 and room.version >= min_version
-        return any(version >= min_version and self._top(version) for version in self._emptiest)
-
-    def choose(self, waiting: Waiting, home: str) -> str:
-        """The instance that gets the sample; one of them takes it."""
-        if waiting.pinned:
-            instance = waiting.pinned
-        elif self._place is not None:
-            instance = self._place(waiting, self._fit(waiting.min_version), home)
-        elif self._is_open(home, waiting.min_version):
-            instance = home
-        else:
-            tops = (self._top(version) for version in self._emptiest if version >= waiting.min_version)
-            instance = min(top for top in tops if top is not None)[2]
-        self._free[instance] -= 1
-        return instance
-
-    def _is_open(self, name: str, min_version: int) -> bool:
-        room = self._rooms.get(name)
-        if room is None or room.pinned_only or room.version < min_version:
-            return False
-        return self._free[name] > 0
-
-    def _fit(self, min_version: int) -> list[Room]:
-        return [
-            replace(room, held=room.capacity - self._free[name])
-            for name, room in self._rooms.items()
-            if self._is_open(name, min_version)
-        ]
-
-    def _top(self, version: int) -> tuple[float, int, str] | None:
-        """The emptiest one of a version; None: all are full."""
-        heap = self._emptiest[version]
-        while heap:
-            share, number, name = heap[0]
-            now = -self._free[name] / self._rooms[name].capacity
-            if now == share and share < 0:
-                return heap[0]
-            if now < 0:
-                heapq.heapreplace(heap, (now, number, name))
-            else:
-                heapq.heappop(heap)
-        return None

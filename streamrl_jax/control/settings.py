@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from streamrl_jax.config import Config
+from streamrl_jax.control.dispatching import ARRIVAL, DispatchSettings
 from streamrl_jax.control.lease import LeaseBounds
+from streamrl_jax.ranker.cost import FLAT, TokenLatency
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,20 @@ class ControlSettings:
     close_timeout_s: float = (
         25.0  # bound on the end of everything; a launcher's `stop` takes 22 s at the most
     )
+    dispatch: DispatchSettings = ARRIVAL
 
     @classmethod
-    def of(cls, config: Config, readers: int = 1) -> ControlSettings:
-        """Reads them off a run's configuration; ``readers`` is the number of trainer processes."""
+    def of(cls, config: Config, readers: int = 1, cost: TokenLatency = FLAT) -> ControlSettings:
+        """Reads them off a run's configuration.
+
+        Args:
+            config: of the run.
+            readers: trainer processes.
+            cost: of a decode step, which ``dispatch.cost`` names; see `setup.generation.step_cost`.
+        """
         gen, bridge, control = config.gen, config.bridge, config.control
         return cls(
+            dispatch=DispatchSettings(config.dispatch.policy, config.dispatch.alpha, cost),
             readers=readers,
             start_timeout_s=gen.start_timeout_s,
             heartbeat_interval_s=gen.heartbeat_interval_s,

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from streamrl_jax.control.dispatched import Accounts
+from streamrl_jax.control.dispatching import (
+    ARRIVAL,
+    Arrangement,
+    DispatchSettings,
+    Ready,
+    arrange,
+    place_of,
+    waiting_of,
+)
 from streamrl_jax.control.faults import ControlError, InstanceLost
 from streamrl_jax.control.intake import Intake
-from streamrl_jax.control.jobs import Job, Member, engine_priority, limits_of, members, sampling_of
+from streamrl_jax.control.jobs import Job, Member, Roster, engine_priority, limits_of, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
+from streamrl_jax.control.lines import Lines
 from streamrl_jax.control.outbox import Outbox
 from streamrl_jax.control.partials import ending, extend, resumable
-from streamrl_jax.control.queue import HeldQueue, Room, Waiting
+from streamrl_jax.control.placing import Room, Waiting
+from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.errors import UserError
 from streamrl_jax.rewards import RewardResult
@@ -64,6 +76,7 @@ class Work:
         max_attempts: bound on the attempts of one sample.
         intake: says which jobs may go on while finished samples wait for the trainer.
         spawn: runs a coroutine on the loop; its exception ends the run.
+        dispatch: how jobs with predicted lengths are dispatched.
     """
 
     def __init__(
@@ -74,27 +87,31 @@ class Work:
         max_attempts: int,
         intake: Intake,
         spawn: Callable[..., object],
+        dispatch: DispatchSettings = ARRIVAL,
     ) -> None:
         self.ledger = Ledger(fence)
+        self.accounts = Accounts()
         self.queue = queue
         self.intake = intake
-        self.offer_all = (
-            False  # something waits, or may leave now, that other instances have not been offered
-        )
+        self.offer_all = False
+        """Something waits, or may leave now, that other instances have not been offered."""
         self._fence = fence
         self._rewards = rewards
         self._max_attempts = max_attempts
         self._spawn = spawn
+        self._dispatch = dispatch
         self._open: dict[str, _Open] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._partials: dict[str, Partial] = {}
 
-    def submit(self, job: Job, outbox: Outbox | None = None) -> Outbox:
+    def submit(self, job: Job, outbox: Outbox | None = None, ready: Sequence[Ready] = ()) -> Outbox:
         """Queues a job's samples.
 
         Args:
             job: what to do.
-            outbox: where they are to come out, beside what comes out there already; None: one of their own.
+            outbox: where they are to come out, beside what comes out there already; None: one of their own. What is
+                added to another job goes first among its iteration, since it is late already.
+            ready: the instances that can be given work, which its samples are planned for.
 
         Returns:
             Where they will come out.
@@ -105,7 +122,10 @@ class Work:
         else:
             outbox.grow(job.size)
         self._outboxes[job.job_id] = outbox
-        self.queue.add(outbox.job_id, self._draw(job), job.size)
+        if outbox.job_id != job.job_id:
+            self.queue.add(outbox.job_id, self._draw(job), job.size)
+        else:
+            self._arrange(job, arrange(job, self._dispatch, ready, self.accounts.recent()))
         self.offer_all = True
         return outbox
 
@@ -118,10 +138,10 @@ class Work:
         Returns:
             (instance, assignment) pairs, to be sent in this order.
         """
-        return [
-            (placed.instance, self._assignment(placed.waiting.sample_id, placed.instance))
-            for placed in self.queue.take(rooms, self.intake.admits)
-        ]
+        placed = self.queue.take(rooms, self.intake.admits)
+        self.offer_all |= self.queue.uncapped
+        self.queue.uncapped = False
+        return [(one.instance, self._assignment(one.waiting.sample_id, one.instance)) for one in placed]
 
     def again(self, instance: str) -> list[Assignment]:
         """What an instance holds, with the same attempt numbers, to be sent once more over a new stream."""
@@ -143,6 +163,8 @@ class Work:
         if verdict is Verdict.ACCEPTED:
             self._check_versions(generation, instance)
             self._partials.pop(generation.sample_id, None)
+            opened = self._open[generation.sample_id]
+            self.accounts.answered(opened.job, opened.member, generation, time.monotonic())
             self._reward(generation)
         return verdict
 
@@ -190,9 +212,10 @@ class Work:
 
     def lost(self, instance: str) -> list[str]:
         """Queues what a lost instance held, before everything else; returns the ids."""
+        self.queue.abandon(instance)
         lost = self.ledger.requeue_instance(instance)
         for sample_id in lost:
-            self._push_again(sample_id, f"was lost with instance {instance}")
+            self._push_again(sample_id, instance, f"was lost with instance {instance}")
         return lost
 
     def gone(self, instance: str) -> None:
@@ -238,15 +261,34 @@ class Work:
             "buffered": self.intake.buffered,
         }
 
-    def _draw(self, job: Job) -> Iterator[Waiting]:
-        """Opens a job's samples as the queue asks for them."""
-        for member in members(job):
-            self.ledger.admit(job.job_id, member.sample_id)
-            self._open[member.sample_id] = _Open(job, member)
-            yield _waiting(job, member)
+    def _arrange(self, job: Job, arrangement: Arrangement) -> None:
+        if arrangement.lines is not None:
+            roster = Roster(job)
+            lines = Lines(arrangement.lines, lambda number: self._admit(job, roster.member(number)))
+            order = (job.priority, job.iteration, place_of(arrangement.lines.tokens.max()))
+            self.queue.line_up(job.job_id, order, job.min_version, lines)
+        else:
+            lines = None
+            self.queue.add(job.job_id, self._draw(job, arrangement.order), job.size)
+        if not job.probe:
+            self.accounts.open(job, arrangement, lines)
+
+    def _draw(self, job: Job, order: Iterable[int] | None = None) -> Iterator[Waiting]:
+        """Opens a job's samples as the queue asks for them, the prompts in this order; None: as they are."""
+        for asked in members(job, order):
+            yield self._admit(job, asked)
+
+    def _admit(self, job: Job, asked: Member) -> Waiting:
+        self.ledger.admit(job.job_id, asked.sample_id)
+        self._open[asked.sample_id] = _Open(job, asked)
+        return self._waiting(job, asked)
+
+    def _waiting(self, job: Job, asked: Member) -> Waiting:
+        return waiting_of(job, asked, self._dispatch, late=self._outboxes[job.job_id].job_id != job.job_id)
 
     def _assignment(self, sample_id: str, instance: str) -> Assignment:
         self.ledger.dispatch(sample_id, instance)
+        self.accounts.handed(self._open[sample_id].job.job_id, time.monotonic())
         assignment = self._make(sample_id)
         if assignment.resumed is not None:
             self.ledger.continued(len(assignment.resumed.token_ids))
@@ -271,22 +313,23 @@ class Work:
         verdict = self.ledger.judge(fence, sample_id, attempt, instance)
         if verdict is Verdict.ACCEPTED:
             self.ledger.requeue(sample_id)
-            self._push_again(sample_id, why)
+            self._push_again(sample_id, instance, why)
         else:
             self.ledger.drop(verdict)
         return verdict
 
-    def _push_again(self, sample_id: str, why: str) -> None:
+    def _push_again(self, sample_id: str, instance: str, why: str) -> None:
         attempt = self.ledger.attempt(sample_id)
         if attempt >= self._max_attempts:
             raise ControlError(
                 f"sample {sample_id} {why}, at its attempt number {attempt}, the last one allowed"
             )
         opened = self._open[sample_id]
+        self.accounts.lost(opened.job, opened.member, attempt - 1, instance)
         if resumable(self._partials.get(sample_id), opened.job.min_version) is None:
             # Also so that the tokens of the next attempt are not appended to it.
             self._partials.pop(sample_id, None)
-        self.queue.push(_waiting(opened.job, opened.member), front=True)
+        self.queue.push(self._waiting(opened.job, opened.member), front=True)
         self.offer_all = True
 
     def _check_length(self, generation: Generation) -> None:
@@ -353,8 +396,3 @@ def _whole(progress: Progress, answer: Partial, reason: FinishReason, instance: 
 
 async def _raise(error: BaseException) -> None:
     raise error
-
-
-def _waiting(job: Job, member: Member) -> Waiting:
-    order = (job.priority, job.iteration, member.position, member.index)
-    return Waiting(member.sample_id, member.group, job.min_version, order, job.pinned)

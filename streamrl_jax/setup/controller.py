@@ -19,6 +19,7 @@ from streamrl_jax.control.board import running_calls
 from streamrl_jax.control.codec import error_from_proto
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.process import ControllerSpec, write_spec
+from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen.guard import REAP_S, TRACKERS_S
 from streamrl_jax.gen.launch.local import exit_reason, instance_environment, log_tail
 from streamrl_jax.gen.launch.plan import FleetPlan
@@ -97,7 +98,7 @@ def board_file(home: RunDir) -> Path:
 
 
 def start_controller(
-    cfg: Config, home: RunDir, model_dir: Path, fleet: FleetPlan, readers: int, close_timeout_s: float
+    cfg: Config, home: RunDir, model_dir: Path, fleet: FleetPlan, settings: ControlSettings
 ) -> ControllerProcess:
     """Starts the controller's process, and waits until it serves.
 
@@ -106,8 +107,7 @@ def start_controller(
         home: The run directory.
         model_dir: The policy's checkpoint.
         fleet: What instances come from.
-        readers: Trainer processes.
-        close_timeout_s: Bound on its orderly end.
+        settings: Of the controller; what does not follow from the configuration is passed on.
 
     Raises:
         UserError: It cannot start (the reward function cannot be loaded there, its address is taken); no instance
@@ -121,9 +121,10 @@ def start_controller(
         config=dump_config(cfg),
         run_id=home.fence.run_id,
         incarnation=home.fence.incarnation,
-        readers=readers,
+        readers=settings.readers,
         model_dir=str(model_dir),
         fleet=fleet.to_json(),
+        cost=settings.dispatch.cost.to_json(),
         control_file=str(home.path / CONTROL_FILE),
         board_file=str(board_file(home)),
         parent=os.getpid(),
@@ -144,7 +145,7 @@ def start_controller(
         )
     os.close(write_end)
     assert process.stdin is not None
-    started = ControllerProcess("", process, process.stdin, home, close_timeout_s)
+    started = ControllerProcess("", process, process.stdin, home, settings.close_timeout_s)
     try:
         started.address = _address(read_end, process, log)
     except BaseException:

@@ -20,6 +20,8 @@ from streamrl_jax.gen import net
 from streamrl_jax.gen.launch.plan import FleetPlan
 from streamrl_jax.gen.whereabouts import CONTROL_FILE
 from streamrl_jax.progress import Display
+from streamrl_jax.ranker.cost import TokenLatency
+from streamrl_jax.ranker.hardware import named_cost
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.setup.controller import start_controller
 from streamrl_jax.setup.devices import DeviceSplit
@@ -74,13 +76,14 @@ def open_generation(
         The generation side; its instances load meanwhile.
 
     Raises:
-        UserError: ``bridge.listen`` cannot be bound; no process was started.
+        UserError: ``bridge.listen`` cannot be bound, or ``dispatch.cost`` cannot be read; no process was started.
     """
+    cost = step_cost(cfg, inputs)
     files = run_access(cfg, home, starts=True)
     access = net.Access.from_files(files)
     with _open_store(cfg, home, access) as store:
         plan = fleet_plan(cfg, home, inputs, split, files)
-        settings = ControlSettings.of(cfg, readers)
+        settings = ControlSettings.of(cfg, readers, cost)
         if cfg.control.process and not inputs.reward_given:
             controller = _in_a_process(cfg, home, inputs, plan, settings, access, display)
         else:
@@ -98,6 +101,21 @@ def open_generation(
             yield GenerationSide(controller, store)
 
 
+def step_cost(cfg: Config, inputs: Inputs) -> TokenLatency:
+    """What a decode step costs an instance of the default pool, as ``dispatch.cost`` says.
+
+    Args:
+        cfg: The run's configuration.
+        inputs: The policy's checkpoint, for its shape.
+
+    Raises:
+        UserError: It is neither a profile nor a GPU that is known.
+    """
+    value_bytes = 2 if cfg.gen.dtype == "bfloat16" else 4
+    parallel = cfg.gen.tensor_parallel_size
+    return named_cost(cfg.dispatch.cost, inputs.model_dir / "config.json", value_bytes, parallel)
+
+
 def _in_a_process(
     cfg: Config,
     home: RunDir,
@@ -107,7 +125,7 @@ def _in_a_process(
     access: net.Access,
     display: Display,
 ) -> RunController:
-    started = start_controller(cfg, home, inputs.model_dir, plan, settings.readers, settings.close_timeout_s)
+    started = start_controller(cfg, home, inputs.model_dir, plan, settings)
     peer = Peer(
         started.address,
         access,

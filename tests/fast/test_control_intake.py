@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl_jax.control.intake import Intake
-from streamrl_jax.control.queue import HeldQueue, Room, Waiting
+from streamrl_jax.control.placing import Room, Waiting
+from streamrl_jax.control.queue import HeldQueue
 
 CAPACITY = 3
 INSTANCES = ("a", "b")

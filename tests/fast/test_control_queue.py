@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax.control.jobs import Job, members, sampling_of
-from streamrl_jax.control.queue import HeldQueue, Room, Waiting, place_with_group
+from streamrl_jax.control.placing import Room, Waiting, place_with_group
+from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.types import NO_VERSION, Prompt, Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,), seed=3)

@@ -21,7 +21,8 @@ from streamrl_jax.control.faults import ControlError, InstanceLost, RewardError
 from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job, engine_priority
 from streamrl_jax.control.ledger import Verdict
-from streamrl_jax.control.queue import HeldQueue, Room
+from streamrl_jax.control.placing import Room
+from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.tasks import until_one_ends
 from streamrl_jax.control.work import Work

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ class Started:
         )
         plan = FleetPlan((pool,), {}, str(run_dir), net.AccessFiles(), module="tests.fake_instance")
         model = Path(cfg.model.path)
-        self.process: ControllerProcess = start_controller(cfg, self.home, model, plan, 1, 8.0)
+        self.process: ControllerProcess = start_controller(
+            cfg, self.home, model, plan, replace(self.settings, close_timeout_s=8.0)
+        )
         peer = Peer(
             self.process.address, net.OPEN, FENCE, lease_s=self.settings.reader_lease_s,
             ended=self.process.ended, situation=self.process.give_up,

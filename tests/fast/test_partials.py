@@ -14,7 +14,8 @@ from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.ledger import Verdict
 from streamrl_jax.control.partials import ending, extend, resumable
-from streamrl_jax.control.queue import HeldQueue, Room
+from streamrl_jax.control.placing import Room
+from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.work import Work
 from streamrl_jax.rewards import RewardResult

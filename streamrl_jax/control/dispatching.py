@@ -1,0 +1,204 @@
+"""From a job's predicted lengths and the instances that are there to the way in which its samples wait. Pure.
+
+The plans themselves are made by `ranker.dispatch`; here is what the controller makes of them. A plan that would change
+nothing costs nothing: then the samples wait in the queue that all instances share, in the order of their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from streamrl_jax.config_ranker import Policy
+from streamrl_jax.control.jobs import Job, Member
+from streamrl_jax.control.lines import LinePlan, Seat
+from streamrl_jax.control.placing import Waiting
+from streamrl_jax.ranker.cost import FLAT, TokenLatency
+from streamrl_jax.ranker.dispatch import Plan, Server, plan_lpt, plan_paper, plan_skewness, shares_prefix
+
+GAIN: Final = 0.01
+"""A plan of lines is followed if it ends so much sooner than the shared queue, by the model that made both."""
+
+_UNBOUNDED: Final = 1 << 50
+"""KV tokens of an instance that does not say."""
+
+_STEPS: Final = 256  # into which a token is cut, to sort by whole numbers
+_LATE: Final = 1 << 62  # places before the longest answer
+
+Lengths = Float64[np.ndarray, " prompts"]
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    """How jobs with predicted lengths are dispatched."""
+
+    policy: Policy = "arrival"
+    alpha: float = 0.2  # share of the prompts that the policy "paper" takes for long
+    cost: TokenLatency = FLAT  # of a decode step
+
+
+ARRIVAL: Final = DispatchSettings()
+"""Nothing is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An instance that can be given work."""
+
+    name: str
+    slots: int
+    kv_tokens: int  # 0: not known
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """How the samples of a job wait."""
+
+    policy: Policy
+    order: Int64[np.ndarray, " prompts"] | None = None
+    """In the queue that all instances share, the prompts in this order; None: as they are."""
+    lines: LinePlan | None = None
+    """In lines, instead of that queue."""
+    planned_s: float = 0.0
+    """From the first hand-out to the last answer, as predicted; 0: nothing was, or the cost of a step is not known."""
+
+
+def arrange(
+    job: Job, settings: DispatchSettings, ready: Sequence[Ready], recent: Sequence[float] | Lengths
+) -> Arrangement:
+    """Decides how a job's samples wait.
+
+    Args:
+        job: with or without predictions.
+        settings: the controller's.
+        ready: the instances that can be given work, in an order that lasts.
+        recent: lengths of answers in the last iterations; empty: none yet.
+
+    Returns:
+        In the order of arrival without predictions, with the policy ``arrival``, or where all lengths are equal; by
+        length with the policy ``lpt``, for fewer than two instances, and where lines would not end sooner; else in
+        lines.
+    """
+    policy = policy_of(job, settings)
+    if policy == "arrival" or job.predicted is None:
+        return Arrangement("arrival")
+    lengths = np.asarray(job.predicted, np.float64)
+    places = -np.floor(lengths * _STEPS).astype(np.int64)
+    order = None if places.min() == places.max() else np.argsort(places, kind="stable")
+    shared = Arrangement(policy, order)
+    if not ready:
+        return shared
+    made = _Planner(job, lengths, settings, ready)
+    balanced = made.balanced()
+    shared = replace(shared, planned_s=made.seconds(balanced))
+    if policy == "lpt" or len(ready) < 2 or order is None:
+        return shared
+    if policy == "paper":
+        return made.in_lines(policy, made.paper(recent if len(recent) else lengths), job.n)
+    plan, answers = made.skewness()
+    if plan.makespan_s > (1 - GAIN) * balanced.makespan_s:
+        return shared
+    return made.in_lines(policy, plan, answers)
+
+
+def policy_of(job: Job, settings: DispatchSettings) -> Policy:
+    """How a job is dispatched: in the order of arrival where nothing is predicted, or nothing is to be chosen."""
+    if job.predicted is None or job.probe or job.pinned:
+        return "arrival"
+    return job.policy or settings.policy
+
+
+def place_of(tokens: float) -> int:
+    """Where a predicted length stands in the queue: a negative number, the lower the longer."""
+    return -int(tokens * _STEPS)
+
+
+def waiting_of(job: Job, asked: Member, settings: DispatchSettings, *, late: bool) -> Waiting:
+    """A sample as the queue sorts it.
+
+    Args:
+        job: of the sample.
+        asked: the sample.
+        settings: the controller's.
+        late: whether it is added to a job whose samples were asked for before: where lengths count it goes first among
+            its iteration, which waits for it.
+
+    Returns:
+        In the order of its job's priority, iteration, predicted length if that counts, and place in the job.
+    """
+    place = asked.position
+    if late and settings.policy != "arrival":
+        place -= _LATE
+    elif job.predicted is not None and policy_of(job, settings) != "arrival":
+        place = place_of(job.predicted[asked.position])
+    order = (job.priority, job.iteration, place, asked.position, asked.index)
+    capped = not (job.probe or job.pinned or (job.evaluation and job.predicted is None))
+    return Waiting(asked.sample_id, asked.group, job.min_version, order, job.pinned, capped)
+
+
+@dataclass(frozen=True, eq=False)
+class _Planner:
+    """Plans for one job over the instances that are there."""
+
+    job: Job
+    lengths: Lengths
+    settings: DispatchSettings
+    ready: Sequence[Ready]
+    prompts: Int64[np.ndarray, " prompts"] = field(init=False)
+    servers: tuple[Server, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        cost = self.settings.cost
+        servers = tuple(Server(one.name, one.slots, one.kv_tokens or _UNBOUNDED, cost) for one in self.ready)
+        prompts = np.fromiter(
+            (len(prompt.token_ids) for prompt in self.job.prompts), np.int64, len(self.lengths)
+        )
+        object.__setattr__(self, "servers", servers)
+        object.__setattr__(self, "prompts", prompts)
+
+    def balanced(self) -> Plan:
+        """What the shared queue comes to."""
+        return plan_lpt(self.lengths, self.job.n, self.servers, self.prompts)
+
+    def paper(self, recent: Sequence[float] | Lengths) -> Plan:
+        """The paper's, whose model knows equal instances alone: all are taken for as large as the smallest."""
+        slots, kv_tokens = (
+            min(getattr(one, name) for one in self.servers) for name in ("slots", "kv_tokens")
+        )
+        equal = [replace(one, slots=slots, kv_tokens=kv_tokens) for one in self.servers]
+        return plan_paper(self.lengths, self.job.n, equal, recent, self.settings.alpha)
+
+    def skewness(self) -> tuple[Plan, int]:
+        """The better one, and how many answers to a prompt it keeps together: all, or each for itself."""
+        n = self.job.n
+        if shares_prefix(self.lengths, n, self.servers, self.prompts):
+            return plan_skewness(self.lengths, n, self.servers, self.prompts), n
+        lengths, prompts = np.repeat(self.lengths, n), np.repeat(self.prompts, n)
+        return plan_skewness(lengths, 1, self.servers, prompts), 1
+
+    def in_lines(self, policy: Policy, plan: Plan, answers: int) -> Arrangement:
+        """Lines as the plan says."""
+        units = self.job.n // answers
+        tokens = np.repeat(self.lengths, units)
+        context = float((self.lengths / 2 + self.prompts).mean())
+        cost = self.settings.cost
+        seats = tuple(
+            Seat(one.name, int(batch), float(cost.ptl(int(batch), context)), float(cost.ptl(1, context)))
+            for one, batch in zip(self.servers, plan.batch, strict=True)
+        )
+        own = np.bincount(plan.instance, minlength=len(seats)) * answers
+        caps = {
+            seat.name: cap
+            for seat, one, answers_there in zip(seats, self.servers, own, strict=True)
+            if answers_there and (cap := min(seat.batch, int(answers_there))) < one.slots
+        }
+        lines = LinePlan(seats, plan.instance, plan.rank, tokens, answers, caps)
+        return Arrangement(policy, lines=lines, planned_s=self.seconds(plan))
+
+    def seconds(self, plan: Plan) -> float:
+        """What the plan predicts, if a step's cost is known."""
+        return 0.0 if self.settings.cost == FLAT else plan.makespan_s

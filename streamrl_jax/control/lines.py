@@ -1,0 +1,310 @@
+"""What waits of a planned job: a line of prompts for each instance. Pure: no sockets, no clock.
+
+A plan (`control.dispatching`) says which instance answers what and in which order. That is a soft pin: an instance
+takes its own line first, and when that is empty, what is still in another's. So nothing waits for an instance that is
+slow, busy, lost or gone, and one that joins begins by taking over (decision 0015).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int
+
+from streamrl_jax.control.placing import Placement, Waiting
+from streamrl_jax.ranker.steal import Line, steal
+
+Units = Int[np.ndarray, " units"]
+Tokens = Float64[np.ndarray, " units"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An instance in a plan."""
+
+    name: str
+    batch: int  # answers at once
+    step_s: float  # of one decode step at that batch
+    least_s: float  # of one with a single answer
+
+
+@dataclass(frozen=True, eq=False)
+class LinePlan:
+    """Which instance answers what, and in which order.
+
+    A *unit* is what stays together: the answers to one prompt, or a single answer. Unit u is the answers u * answers
+    up to (u + 1) * answers, in the order of `control.jobs.members`.
+    """
+
+    seats: Sequence[Seat]
+    seat: Units  # index into `seats`, for each unit
+    rank: Units  # its place in that instance's line; lower goes first
+    tokens: Tokens  # expected of one of its answers; falls along a line
+    answers: int  # of a unit
+    caps: Mapping[str, int] = field(
+        default_factory=dict
+    )  # samples that an instance holds at once; none: all it can
+
+    def planned(self, answer: int) -> str:
+        """The instance that an answer was planned for."""
+        return self.seats[self.seat[answer // self.answers]].name
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """Units from ``first`` on wait, and of the unit ``current`` (-1: none) the answers from ``answer`` on."""
+
+    seat: Seat
+    number: int
+    units: Units  # by rank
+    tokens: Tokens  # of an answer of each
+    first: int = 0
+    current: int = -1
+    current_tokens: float = 0.0
+    answer: int = 0
+    waiting_tokens: float = 0.0
+    running: dict[int, float] = field(
+        default_factory=dict
+    )  # answers that left it and are not done, and their tokens
+    running_tokens: float = 0.0
+    own: int = 0  # answers that were planned here, and wait or run here
+    abandoned: bool = False  # nobody works at it
+
+    @property
+    def waits(self) -> bool:
+        return self.current >= 0 or self.first < len(self.units)
+
+    @property
+    def ends_s(self) -> float:
+        if self.abandoned:
+            return math.inf
+        return (self.running_tokens + self.waiting_tokens) / self.seat.batch * self.seat.step_s
+
+    @property
+    def next_tokens(self) -> float:
+        """Expected of an answer that another line would take from here; 0: none waits."""
+        if self.first < len(self.units):
+            return float(self.tokens[self.first])
+        return self.current_tokens if self.current >= 0 else 0.0
+
+    def remove(self, place: int) -> int:
+        """Takes the unit at this place of those that wait."""
+        unit = int(self.units[self.first + place])
+        if place:
+            self.units = np.delete(self.units, self.first + place)
+            self.tokens = np.delete(self.tokens, self.first + place)
+        else:
+            self.first += 1
+        return unit
+
+
+class Lines:
+    """The lines of one job.
+
+    Call order: ``fill`` as instances have room, until nothing is ``waiting``; ``done`` when one has answered.
+
+    Invariant: each answer leaves once. Those of a line leave by rank, the answers of a unit one after another. After
+    ``fill`` nothing waits while an instance that was offered has room. What waits takes the memory of the plan alone.
+
+    Args:
+        plan: who answers what.
+        draw: makes the sample of an answer, by its number, when it leaves.
+    """
+
+    def __init__(self, plan: LinePlan, draw: Callable[[int], Waiting]) -> None:
+        self._plan = plan
+        self._draw = draw
+        order = np.lexsort((plan.rank, plan.seat))
+        ends = np.searchsorted(plan.seat[order], np.arange(len(plan.seats) + 1))
+        self._lines = {
+            seat.name: self._line(seat, number, order[ends[number] : ends[number + 1]])
+            for number, seat in enumerate(plan.seats)
+        }
+        self._abandoned: list[_Line] = []
+        # Lines in which anything waits by their ends, the latest first. An entry that is out of date comes up too
+        # early, and is put right then: whenever an end rises, another entry is made.
+        self._latest: list[tuple[float, int, int, _Line]] = []
+        self._entries = 0
+        for line in self._lines.values():
+            self._enter(line)
+        self.waiting = len(plan.seat) * plan.answers
+        """Answers that have not left."""
+        self.steals = 0
+        """Units, or rests of them, that an instance took over from another's line."""
+
+    @property
+    def has_caps(self) -> bool:
+        """Whether some instances may hold fewer samples than they can."""
+        return bool(self._plan.caps)
+
+    def cap(self, instance: str) -> int | None:
+        """How many samples an instance may hold at once while any of these wait; None: as many as it can.
+
+        A small batch is for the long answers that were planned there: the cap ends with the last of them, and the
+        instance fills up from other lines.
+        """
+        cap = self._plan.caps.get(instance)
+        return cap if cap is not None and self._lines[instance].own else None
+
+    def fill(self, free: MutableMapping[str, int]) -> list[Placement]:
+        """Fills instances, first from their own lines, then from those of others.
+
+        Args:
+            free: how many samples each of them takes; sinks by what it gets.
+
+        Returns:
+            The samples that leave, in order.
+        """
+        placed: list[Placement] = []
+        for name in free:
+            if (line := self._lines.get(name)) is not None:
+                self._return(line)
+                placed += self._leave(line, free)
+        dry = deque(name for name in free if free[name])
+        while dry and self.waiting:
+            line = self._line_of(dry.popleft())
+            self._take_over(line)
+            placed += self._leave(line, free)
+            if free[line.seat.name]:
+                dry.append(line.seat.name)
+        return placed
+
+    def done(self, answer: int, instance: str) -> None:
+        """Notes that an instance does not run an answer any more: it has ended it, or was lost."""
+        if (line := self._lines.get(instance)) is not None:
+            line.running_tokens -= line.running.pop(answer)
+            line.own -= self._is_own(line, answer // self._plan.answers)
+
+    def abandon(self, instance: str) -> None:
+        """Notes that an instance was lost or leaves: while it gets nothing, the others take the longest of its prompts
+        before shorter ones of their own."""
+        if (line := self._lines.get(instance)) is not None and line.waits and not line.abandoned:
+            line.abandoned = True
+            self._abandoned.append(line)
+            self._enter(line)
+
+    def _return(self, line: _Line) -> None:
+        if line.abandoned:
+            line.abandoned = False
+            self._abandoned = [other for other in self._abandoned if other is not line]
+
+    def _is_own(self, line: _Line, unit: int) -> bool:
+        return bool(self._plan.seat[unit] == line.number)
+
+    def _enter(self, line: _Line) -> None:
+        if line.waits:
+            self._entries += 1
+            heapq.heappush(self._latest, (-line.ends_s, line.number, self._entries, line))
+
+    def _line(self, seat: Seat, number: int, units: Units) -> _Line:
+        tokens, answers = self._plan.tokens[units], self._plan.answers
+        waiting = float(tokens.sum()) * answers
+        return _Line(seat, number, units, tokens, waiting_tokens=waiting, own=len(units) * answers)
+
+    def _line_of(self, name: str) -> _Line:
+        """The line of an instance; one that has joined since is like the largest of the plan."""
+        if (line := self._lines.get(name)) is None:
+            like = max(self._plan.seats, key=lambda seat: seat.batch)
+            seat = replace(like, name=name)
+            line = self._lines[name] = self._line(seat, len(self._lines), np.zeros(0, np.int64))
+        return line
+
+    def _leave(self, line: _Line, free: MutableMapping[str, int]) -> Iterator[Placement]:
+        answers, name = self._plan.answers, line.seat.name
+        while line.waits and free[name]:
+            if line.current < 0 and self._abandoned:
+                self._prefer_abandoned(line)
+            if line.current < 0:
+                line.current_tokens, line.answer = float(line.tokens[line.first]), 0
+                line.current = line.remove(0)
+            number = line.current * answers + line.answer
+            line.waiting_tokens -= line.current_tokens
+            line.running[number] = line.current_tokens
+            line.running_tokens += line.current_tokens
+            line.answer += 1
+            if line.answer == answers:
+                line.current = -1
+            free[name] -= 1
+            self.waiting -= 1
+            yield Placement(self._draw(number), name)
+
+    def _prefer_abandoned(self, line: _Line) -> None:
+        """Takes what goes next of an abandoned line, if that is longer than what goes next of the own one."""
+        longest = max(self._abandoned, key=lambda other: other.next_tokens)
+        if longest.next_tokens > line.next_tokens:
+            self._move(longest, line, 0)
+        self._abandoned = [other for other in self._abandoned if other.waits]
+
+    def _take_over(self, thief: _Line) -> None:
+        """Moves a unit, or the rest of one, to a line in which nothing waits.
+
+        It comes from the line that ends last. Which one it is, `ranker.steal` says; where that would leave all of them
+        there, since the thief would not end one earlier, the longest: whoever has room may not idle, and predictions
+        err.
+        """
+        victim = self._last_to_end()
+        theft = steal([self._seen(thief), self._seen(victim)], 0) if not victim.abandoned else None
+        self._move(victim, thief, theft.place if theft is not None else 0)
+
+    def _move(self, victim: _Line, thief: _Line, place: int) -> None:
+        """Makes a waiting unit of one line the next of another, of which none has been begun; where none waits, the
+        rest of the one that was begun."""
+        if victim.first < len(victim.units):
+            tokens, answer = float(victim.tokens[victim.first + place]), 0
+            unit = victim.remove(place)
+        else:
+            unit, tokens, answer = victim.current, victim.current_tokens, victim.answer
+            victim.current = -1
+        thief.current, thief.current_tokens, thief.answer = unit, tokens, answer
+        moved = self._plan.answers - answer
+        victim.waiting_tokens -= tokens * moved
+        thief.waiting_tokens += tokens * moved
+        victim.own -= moved * self._is_own(victim, unit)
+        thief.own += moved * self._is_own(thief, unit)
+        self._enter(thief)
+        self.steals += 1
+
+    def _last_to_end(self) -> _Line:
+        while True:
+            ends, number, _, line = self._latest[0]
+            if not line.waits:
+                heapq.heappop(self._latest)
+            elif -line.ends_s > ends:
+                self._entries += 1
+                heapq.heapreplace(self._latest, (-line.ends_s, number, self._entries, line))
+            else:
+                return line
+
+    def _seen(self, line: _Line) -> Line:
+        """A line as `ranker.steal` weighs it. What a running answer has written so far is not taken off."""
+        waiting = line.tokens[line.first :]
+        return Line(
+            step_s=line.seat.step_s,
+            batch=line.seat.batch,
+            tokens=max(0.0, line.running_tokens),  # a sum of differences may be off in the last digits
+            waiting=_View(waiting),
+            answers=_View(np.broadcast_to(np.int64(self._plan.answers), len(waiting))),
+            waiting_tokens=line.waiting_tokens,
+            running=len(line.running),
+            longest=max(line.running.values(), default=0.0),
+            least_s=line.seat.least_s,
+        )
+
+
+class _View(Sequence[Any]):
+    """An array as a sequence, of which nothing is copied."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._array[index]
