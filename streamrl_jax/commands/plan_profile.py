@@ -29,7 +29,7 @@ from streamrl_jax.types import Prompt, Sample, Sampling
 log = logging.getLogger(__name__)
 
 _TRIES: Final = 4
-"""Of a cell whose timed answer did not end first; each with twice the lead."""
+"""Of a cell whose timed answer did not end first; each with twice the lead, where there is room."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def run(cfg: Config, out: Path, wanted: Wanted) -> Profile:
         views = chosen(served.controller.pool(), wanted.instance)
         limits = Limits(views[0].slots, longest, views[0].kv_tokens)
         grid = plan.make_grid(limits, wanted.batches, wanted.contexts, wanted.steps)
-        profiler = Profiler(cfg, served, [view.name for view in views])
+        profiler = Profiler(cfg, served, limits, [view.name for view in views])
         measured = profiler.measure(grid, wanted)
         profile, held_out = fitted(measured, conditions(cfg, views, wanted), wanted.holdout, cfg.run.seed)
         write_cost(out, profile)
@@ -176,13 +176,15 @@ class Profiler:
     Args:
         cfg: ``run.seed`` and ``trainer.sample_timeout_s``.
         served: The instances.
+        limits: Of each of them.
         names: Of those that are measured, all at the same time.
     """
 
-    def __init__(self, cfg: Config, served: Served, names: Sequence[str]) -> None:
+    def __init__(self, cfg: Config, served: Served, limits: Limits, names: Sequence[str]) -> None:
         self._seed = cfg.run.seed
         self._timeout_s = cfg.trainer.sample_timeout_s
         self._served = served
+        self._limits = limits
         self._names = names
         self._random = np.random.default_rng(cfg.run.seed)
         self._numbers = itertools.count()
@@ -233,7 +235,7 @@ class Profiler:
             found = [point for point in points if point is not None]
             if len(found) == len(points):
                 return found
-            lead = 2 * load.lead
+            lead = plan.longer_lead(load, self._limits)
             log.info(
                 "batch %d, context %d: once more with a lead of %d tokens", cell.batch, cell.context, lead
             )

@@ -92,6 +92,14 @@ def load_of(cell: Cell, steps: int, lead: int = 0) -> Load:
     return Load(cell.context - (steps + 1) // 2, (timed + lead,) * (cell.batch - 1) + (timed,), lead)
 
 
+def longer_lead(load: Load, limits: Limits) -> int:
+    """Twice the lead of a load, as far as sequences may be so long and the KV cache holds them."""
+    longest = limits.max_model_len
+    if limits.kv_tokens:
+        longest = min(longest, limits.kv_tokens // len(load.lengths))
+    return max(load.lead, min(2 * load.lead, longest - load.prompt - load.lengths[-1]))
+
+
 def fault(cell: Cell, steps: int, limits: Limits) -> str:
     """Why a cell cannot be measured, with the remedy; empty: it can."""
     load = load_of(cell, steps)

@@ -32,6 +32,7 @@ from streamrl_jax.plan.profile import (
     fault,
     held_out_cells,
     load_of,
+    longer_lead,
     make_grid,
     rounds,
     spread,
@@ -68,6 +69,20 @@ def test_the_timed_answer_runs_around_the_cells_context_and_ends_before_the_othe
     assert abs(contexts.mean() - cell.context) <= 0.5
     assert len(load.lengths) == cell.batch and load.lengths[-1] == steps + 1
     assert all(length - load.lengths[-1] == load.lead >= LEAD for length in load.lengths[:-1])
+
+
+@given(cells, st.integers(1, 40), st.integers(1, 10**4), st.integers(0, 10**6))
+def test_a_longer_lead_fits_where_the_first_one_did(
+    cell: Cell, steps: int, longest: int, kv_tokens: int
+) -> None:
+    limits = Limits(64, longest, kv_tokens)
+    load = load_of(cell, steps)
+    lead = longer_lead(load, limits)
+    assert load.lead <= lead <= 2 * load.lead
+    if not fault(cell, steps, limits):
+        again = load_of(cell, steps, lead)
+        assert again.prompt + max(again.lengths) <= longest
+        assert not kv_tokens or cell.batch * (again.prompt + max(again.lengths)) <= kv_tokens
 
 
 @pytest.mark.parametrize(
@@ -262,7 +277,7 @@ def test_no_further_round_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch
 def test_answers_that_never_run_at_once_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_profile.plan, "timed_step", lambda load, samples: None)
     with profiled(monkeypatch, ("a",)), plan_profile.serving(config(), "profile") as served:
-        profiler = Profiler(config(), served, ["a"])
+        profiler = Profiler(config(), served, LIMITS, ["a"])
         with pytest.raises(
             UserError, match="batch 1, context 40: in 4 tries its answers did not all run at once"
         ):
