@@ -38,6 +38,7 @@ _PATH_KEYS: Final = (
     "security.cert_file",
     "security.key_file",
     "gen.python",
+    "ranker.path",
     "trainer.compilation_cache",
 )
 FUNCTION_KEYS: Final = ("reward.function", "algorithm.loss_fn", "algorithm.advantage_fn")  # file.py:function

@@ -26,6 +26,8 @@ from streamrl_jax.data import load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import engine_environment
+from streamrl_jax.ranker.hardware import GPUS, named_cost
+from streamrl_jax.ranker.restore import check_given
 from streamrl_jax.rewards import load_reward
 from streamrl_jax.setup.devices import (
     DeviceSplit,
@@ -73,10 +75,10 @@ def dry_run(start: Start, machine: Machine | None = None) -> DryRun:
     machine = machine or look_around(os.environ)
     report: list[str] = []
     faults: list[str] = []
-    parts = (_model, _algorithm, _batches, _devices, partial(_processes, run_dir=start.run_dir))
+    parts = (_model, _algorithm, _batches, _dispatch, _devices, partial(_processes, run_dir=start.run_dir))
     for part in parts:
         _collect(faults, lambda part=part: report.append(part(config, machine)))
-    for check in (_check_models, _check_data, _check_functions, _check_files):
+    for check in (_check_models, _check_data, _check_functions, _check_files, _check_dispatch):
         _collect(faults, lambda check=check: faults.extend(check(config)))
     if not start.resume and start.run_dir.exists() and any(start.run_dir.iterdir()):
         faults.append(
@@ -129,6 +131,37 @@ def _trainer_devices(config: Config, split: DeviceSplit) -> int:
     for size in (mesh.data, mesh.fsdp, mesh.tensor):
         fixed *= max(size, 1)
     return fixed
+
+
+def _dispatch(config: Config, machine: Machine) -> str:
+    del machine
+    policy, ranker = config.dispatch.policy, config.ranker
+    if policy == "arrival":
+        return (
+            "dispatch\narrival: prompts in their order, each to the emptiest instance; nothing is predicted"
+        )
+    refreshed = (
+        f"trained on every {ranker.refresh_every} iterations" if ranker.refresh_every else "not refreshed"
+    )
+    if ranker.path:
+        source = f"the ranker {ranker.path}, {refreshed}"
+    elif ranker.refresh_every:
+        source = f"a small ranker that is learned during the run, {refreshed}"
+    else:
+        source = "nothing else"
+    plan = {
+        "lpt": "the longest predicted answers first",
+        "paper": f"the longest {config.dispatch.alpha:.0%} on instances of their own, with smaller batches",
+        "skewness": "batches and shares of each instance by the time that the whole takes",
+    }
+    lines = [
+        "dispatch",
+        f"policy      {policy}: {plan[policy]}",
+        f"lengths     from each prompt's earlier answers and {source}",
+        "            (until something is known, prompts go in their order)",
+        f"step time   {config.dispatch.cost or 'the same whatever the batch (dispatch.cost is empty)'}",
+    ]
+    return "\n".join(lines)
 
 
 def _devices(config: Config, machine: Machine) -> str:
@@ -245,6 +278,15 @@ def _read_prompts(config: Config) -> None:
     load_prompts(config.data, tokenizer, "train", seed=config.run.seed)
     if config.data.test:
         load_prompts(config.data, tokenizer, "test", seed=config.run.seed)
+
+
+def _check_dispatch(config: Config) -> list[str]:
+    faults: list[str] = []
+    _collect(faults, lambda: check_given(config.ranker))
+    config_json = Path(config.model.path) / "config.json"
+    if config.dispatch.cost not in GPUS or config_json.is_file():
+        _collect(faults, lambda: named_cost(config.dispatch.cost, config_json))
+    return faults
 
 
 def _check_functions(config: Config) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from streamrl_jax.config_ranker import RankerSection
 from streamrl_jax.errors import UserError
@@ -15,11 +15,41 @@ from streamrl_jax.ranker.knowledge import Knowledge, Predicted, grouped, read_kn
 from streamrl_jax.ranker.lengths import ObservedLengths
 from streamrl_jax.ranker.state import state_directory, state_faults
 from streamrl_jax.samples_log import read_samples, recorded_iterations
+from streamrl_jax.train.hf_directory import read_arch
+from streamrl_jax.types import Prompt
 
 if TYPE_CHECKING:
     from streamrl_jax.ranker.model import LengthRanker
 
 log = logging.getLogger(__name__)
+
+_RANKER_FILE: Final = "ranker.json"  # as `ranker.model` names it, which imports JAX
+
+
+def check_given(section: RankerSection, prompts: Iterable[Prompt] = ()) -> None:
+    """Refuses a ranker that cannot be one for a run, before anything is started.
+
+    Args:
+        section: ``[ranker]``.
+        prompts: Of the run.
+
+    Raises:
+        UserError: ``ranker.path`` is no ranker, or does not know a token of the prompts.
+    """
+    if not section.path:
+        return
+    path = Path(section.path)
+    if not (path / _RANKER_FILE).is_file():
+        raise UserError(
+            f"ranker.path = {section.path!r} has no {_RANKER_FILE}; give a directory that streamrl rank fit wrote, or "
+            "leave it empty: a small ranker is then learned during the run"
+        )
+    largest = max((int(prompt.token_ids.max()) for prompt in prompts), default=0)
+    if largest >= (known := read_arch(path, critic=True).vocab_size):
+        raise UserError(
+            f"ranker.path = {section.path!r}: vocab_size = {known} in {path / 'config.json'}, and the prompts have the "
+            f"token {largest}; fit a ranker for the tokenizer of model.path"
+        )
 
 
 def begin(

@@ -13,6 +13,7 @@ from streamrl_jax.config_rules import combination_faults
 from streamrl_jax.data import PromptSet, load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
+from streamrl_jax.ranker.restore import check_given
 from streamrl_jax.rewards import RewardFn, adapt_reward, load_reward
 from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.train.arch import Arch
@@ -88,12 +89,14 @@ def read_inputs(cfg: Config, functions: Functions = NO_FUNCTIONS) -> Inputs:
     check_experts(cfg, arch)
     check_functions(cfg, functions)
     tokenizer = Tokenizer.load(model_dir)
+    train_prompts = load_prompts(cfg.data, tokenizer, "train", seed=cfg.run.seed)
+    check_given(cfg.ranker, train_prompts.all())
     return Inputs(
         model_dir=model_dir,
         arch=arch,
         critic_dir=_critic_directory(cfg, arch),
         tokenizer=tokenizer,
-        train_prompts=load_prompts(cfg.data, tokenizer, "train", seed=cfg.run.seed),
+        train_prompts=train_prompts,
         test_prompts=load_prompts(cfg.data, tokenizer, "test", seed=cfg.run.seed) if cfg.data.test else None,
         reward=adapt_reward(functions.reward) if functions.reward else load_reward(cfg.reward),
         loss=load_loss(cfg, functions.loss),
