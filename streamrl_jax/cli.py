@@ -382,18 +382,5 @@ COMMANDS: Final[Mapping[str, Command]] = {
     **{f"rank {name}": Command(*row) for name, row in rank_cli.TABLE.items()},
     **{f"plan {name}": Command(*row) for name, row in plan_cli.TABLE.items()},
     "doctor": Command("is this machine fit for a run, and if not, what to do", _doctor_options, _doctor),
-    "bench packing": Command(
-        "padding, shapes and speed of the packer on a file of lengths", *bench_cli.command("packing")
-    ),
-    "bench learning": Command(
-        "the algorithms, and corrections for staleness, on the demo's task: a table",
-        *bench_cli.command("learning"),
-    ),
-    "bench stream": Command(
-        "samples/s and added latency through a controller, beside bare gRPC streams",
-        *bench_cli.command("stream"),
-    ),
-    "bench tls": Command(
-        "what encryption costs, for samples and for weights", *bench_cli.command("encryption")
-    ),
+    **{f"bench {name}": Command(*row) for name, row in bench_cli.TABLE.items()},
 }

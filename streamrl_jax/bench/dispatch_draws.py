@@ -54,6 +54,18 @@ POLICIES: Final[Mapping[str, Policy]] = {
 }
 """By the name that the command line knows."""
 
+MEASURED: Final = (
+    "fcfs",
+    "random",
+    "lpt-history",
+    "ranker-lpt",
+    "ranker-paper",
+    "ranker",
+    "oracle-lpt",
+    "oracle",
+)
+"""Unless others are named."""
+
 BASE: Final = "random"
 BEST: Final = "oracle"
 """The two that every policy is compared with."""

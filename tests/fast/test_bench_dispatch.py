@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from streamrl_jax import config_ranker
 from streamrl_jax.bench.dispatch_draws import (
     POLICIES,
     Material,
@@ -17,15 +20,23 @@ from streamrl_jax.bench.dispatch_draws import (
     order,
     turns,
 )
-from streamrl_jax.bench.dispatch_rounds import Asking, Size, measure
+from streamrl_jax.bench.dispatch_model import Foretold, Model
+from streamrl_jax.bench.dispatch_report import compared, found, worst
+from streamrl_jax.bench.dispatch_rounds import Asking, Played, Size, measure
 from streamrl_jax.bench.intervals import mean, paired_ratio, student
+from streamrl_jax.cli import main
+from streamrl_jax.control.dispatching import DispatchSettings
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
-from streamrl_jax.ranker.lengths import ObservedLengths
+from streamrl_jax.plan.generation import Conditions
+from streamrl_jax.ranker.cost import FLAT
+from streamrl_jax.ranker.dispatch import Server
+from streamrl_jax.ranker.lengths import ObservedLengths, write_lengths
 from streamrl_jax.types import Sampling
 from tests.fakes import FakeEngine
 from tests.fast.control_world import SETTINGS, Run, World, running
+from tests.fast.job_world import jax_settings_kept, write_config, write_world
 
 
 def material(count: int = 12, answers: int = 4) -> Material:
@@ -198,3 +209,118 @@ def test_a_round_in_which_an_instance_was_lost_is_no_round() -> None:
 
 def held(run: Run, name: str) -> int:
     return next(view.held for view in run.controller.pool() if view.name == name)
+
+
+# ---- the model
+
+
+def model(instances: int, slots: int, policy: config_ranker.Policy = "skewness") -> Model:
+    servers = tuple(Server(str(place), slots, 1 << 40, FLAT) for place in range(instances))
+    return Model(servers, DispatchSettings(policy, 0.2, FLAT), Conditions())
+
+
+def test_an_answer_costs_a_step_a_token() -> None:
+    """One slot makes all tokens one by one, under whatever policy; with room for all the longest answer is the end."""
+    known = material()
+    work = draw(known, 6, 3, (1, 0))
+    names = list(POLICIES)
+    alone, wide = (model(1, slots).round(known, work, names) for slots in (1, 18))
+    assert {one.longest for one in alone.values()} == {one.total for one in alone.values()} == {work.tokens}
+    assert {one.longest for one in wide.values()} == {work.lengths.max()}
+    assert all(one.seconds == one.longest for one in wide.values()), "without a cost, a step is a second"
+
+
+def test_what_is_known_of_the_lengths_is_worth_something() -> None:
+    """Twelve prompts of rising length, two instances of two slots: in the order of the file the longest come last."""
+    known = material(12, 2)
+    played = model(2, 2).round(known, draw(known, 12, 2, (1, 0)), ["fcfs", "oracle-lpt", "oracle"])
+    best = -(-sum(sum(row.lengths) for row in known.rows) // 4)
+    assert best <= played["oracle"].longest <= 1.05 * best < played["fcfs"].longest
+
+
+def test_a_larger_pool_has_work_in_proportion() -> None:
+    known, size = material(), Size(prompts=6, n=2, rounds=3, seed=1)
+    rounds = model(2, 2).pool(known, size, ["fcfs"], 8)
+    assert len(rounds) == 3 and len({one["fcfs"].total for one in rounds}) == 3, "each round has its draw"
+    work = draw(known, 24, 2, (1, 8, 0), again=True)
+    assert len(rounds[0]["fcfs"].steps) == 8
+    assert rounds[0]["fcfs"].total >= work.tokens / 2, "two answers a step, at most"
+
+
+# ---- the report
+
+
+def test_ratios_are_of_the_same_rounds_and_the_models_error_is_against_what_was_measured() -> None:
+    def played(seconds: float, steps: int) -> Played:
+        return Played(seconds, {"a": steps, "b": steps // 2}, {"a": 1, "b": 1})
+
+    rounds = [
+        {"random": played(10.0 * scale, 100 * scale), "oracle": played(6.0 * scale, 80 * scale)}
+        for scale in (1, 2, 4)
+    ]
+    measured = found(rounds)
+    assert (measured["oracle"].steps, measured["oracle"].seconds, measured["oracle"].total) == (
+        160,
+        12.0,
+        240,
+    )
+    assert measured["oracle"].against["random"].steps.value == pytest.approx(0.8)
+    assert measured["random"].against["oracle"].seconds.value == pytest.approx(10 / 6)
+    simulated = found(
+        [{name: Foretold(one.seconds, {"a": 88}) for name, one in each.items()} for each in rounds]
+    )
+    lines = compared(measured, simulated, with_seconds=True)
+    assert lines["oracle"].steps.error == pytest.approx(88 / 160 - 1)
+    ratio = lines["oracle"].steps_ratio
+    assert ratio is not None and (ratio.measured, ratio.model) == pytest.approx((0.8, 1.0))
+    assert worst(lines) == pytest.approx((0.56, 0.25))
+    assert compared(measured, simulated, with_seconds=False)["oracle"].seconds_ratio is None
+
+
+# ---- the command
+
+
+def test_the_command_measures_real_services(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through two instances in processes of their own: tables, and all figures as JSON."""
+    config = write_config(write_world(tmp_path), gen={"instances": 2})
+    lengths, history, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "out.json"))
+    random = np.random.default_rng(0)
+    for path in (lengths, history):
+        rows = [
+            ObservedLengths(str(row), np.asarray([1, row], np.int32), tuple(two), (False,) * 2)
+            for row, two in enumerate(random.integers(1, 9, (10, 2)).tolist())
+        ]
+        write_lengths(path, rows)
+    options = ["--history", str(history), "--json", str(out)]
+    options += ["--prompts", "6", "--rounds", "2", "--pools", "4"]
+    with jax_settings_kept():
+        assert main(["bench", "dispatch", str(config), "--lengths", str(lengths), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "6 prompts, 12 answers, 1.5 a slot" in printed and "Larger pools" in printed
+    (result,) = json.loads(out.read_text())["results"]
+    assert set(result["measured"]) == {"fcfs", "random", "lpt-history", "oracle-lpt", "oracle"}
+    assert set(result["pools"]["4"]) == set(result["measured"])
+    for one in result["rounds"]:
+        assert all(sum(played["answers"].values()) == 12 for played in one.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--rounds", "1"], "--rounds 2 or more"),
+        (["--policies", "ranker"], "--policies ranker needs --ranker, which is not given"),
+        (["--policies", "best"], "there is no 'best'; there are fcfs, random"),
+        (["--ranker", "none"], "--ranker none: there is no ranker; streamrl rank fit writes one"),
+        (["--prompts", "11"], "--prompts 11 is more than the 10 prompts"),
+        (["--n", "3"], "--n 3 is more than the 2 answers"),
+        (["--cost", "none.json"], "none.json"),
+    ],
+)
+def test_what_makes_no_sense_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    config = write_config(write_world(tmp_path))
+    write_lengths(tmp_path / "a.jsonl", material(10, 2).rows)
+    options = ["--lengths", str(tmp_path / "a.jsonl"), "--prompts", "6", *options]
+    assert main(["bench", "dispatch", str(config), *options]) == 2
+    assert says in capsys.readouterr().err
