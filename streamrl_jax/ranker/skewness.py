@@ -27,6 +27,13 @@ _MANY: Final = 100_000
 """Groups from which one walk is tried instead of a dozen: a second's work is then a plan or two."""
 
 
+_REACHES: Final = (1.0, 0.0, 2.0)
+"""Standard deviations by which an instance's longest answer may exceed its prediction."""
+
+_LINES: Final = 3_000
+"""Servers times plans that are tried."""
+
+
 def plan_skewness(
     lengths: Sequence[float] | Float[np.ndarray, " groups"],
     n: int,
@@ -65,7 +72,9 @@ def plan_skewness(
     if work.lengths.size:
         if equal_servers(servers):
             plans.append(paper_of(work, servers, work.lengths)[0])
-        plans += _walked(work, servers, plans[0].makespan_s)
+        reaches = np.exp(noise * np.array(_REACHES)) if noise else np.ones(1)
+        walk = Walk(work, servers, limit or float(work.lengths[0]))
+        plans += _walked(walk, work, servers, plans[0].makespan_s * float(reaches.max()), reaches.tolist())
     ends = expected_makespans(plans, work, servers, noise, limit)
     best = plans[int(np.argmin(ends))]
     instance, rank = np.empty_like(best.instance), np.empty_like(best.rank)
@@ -73,16 +82,18 @@ def plan_skewness(
     return replace(best, instance=instance, rank=rank)
 
 
-def _walked(work: Work, servers: Sequence[Server], bound_s: float) -> Iterator[Plan]:
+def _walked(
+    walk: Walk, work: Work, servers: Sequence[Server], bound_s: float, reaches: Sequence[float]
+) -> Iterator[Plan]:
     """Plans by the walk for work in falling order."""
-    walk, order = Walk(work, servers), np.arange(work.lengths.size)
+    order = np.arange(work.lengths.size)
     context = float((work.lengths / 2 + work.prompts).mean())
     least = {(server.cost, server.slots): saturating_batch(server, context) for server in servers}
     batches = [least[server.cost, server.slots] for server in servers]
     fewer = any(batch < server.slots for batch, server in zip(batches, servers, strict=True))
     seen: set[tuple[int, ...]] = set()
-    for classes, at_once in _settings(work, servers):
-        taken = walk.least(bound_s * (2 if at_once else 1), classes, at_once)
+    for classes, reach in _settings(work, len(servers), reaches):
+        taken = walk.least(bound_s, classes, reach)
         if taken is None or taken in seen:
             continue
         seen.add(taken)
@@ -92,20 +103,14 @@ def _walked(work: Work, servers: Sequence[Server], bound_s: float) -> Iterator[P
             yield plan_of(instance, order, work, servers, batches)
 
 
-def _settings(work: Work, servers: Sequence[Server]) -> Iterator[tuple[int, bool]]:
-    """The classes and beginnings to try."""
-    yield len(servers), False
+def _settings(work: Work, servers: int, reaches: Sequence[float]) -> list[tuple[int, float]]:
+    """The classes and reaches to try: as many as a second's work allows."""
     if work.lengths.size >= _MANY:
-        return
-    fits = work.lengths.size * work.n <= sum(server.slots for server in servers)
-    if fits:
-        yield len(servers), True
-    classes = 1
-    while classes < len(servers):
-        yield classes, False
-        if fits:
-            yield classes, True
-        classes *= 2
+        return [(servers, reaches[0])]
+    fewer = [1 << power for power in range(servers.bit_length()) if 1 << power < servers]
+    tries = [(servers, reach) for reach in reaches]
+    tries += [(classes, reach) for classes in fewer for reach in reaches]
+    return tries[: max(3, _LINES // servers)]
 
 
 def saturating_batch(server: Server, context: float) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from jaxtyping import Float64, Int32
+from jaxtyping import Float64, Int, Int32
 
 from streamrl_jax.ranker.balance import assign_lpt
 from streamrl_jax.ranker.cost import TokenLatency
@@ -46,23 +46,27 @@ class Walk:
     Args:
         work: The longest group first, at least one.
         servers: At least one.
+        limit: Tokens at which answers are cut.
     """
 
-    def __init__(self, work: Work, servers: Sequence[Server]) -> None:
-        self._work, self._servers = work, servers
+    def __init__(self, work: Work, servers: Sequence[Server], limit: float) -> None:
+        self._work, self._servers, self._limit = work, servers, max(limit, float(work.lengths[0]))
+        self._slots = np.array([server.slots for server in servers], np.float64)
         single = {server.cost: float(server.cost.ptl(1, 0)) for server in servers}
         self._turn = sorted(range(len(servers)), key=lambda index: single[servers[index].cost])
         kinds = {(server.cost, server.slots) for server in servers}
         self._kinds = {(cost, slots): _kind(cost, slots, work) for cost, slots in kinds}
+        self._base = np.array([single[server.cost] for server in servers])
         self._token_s = full_token_s(work, servers)
 
-    def least(self, bound_s: float, classes: int, at_once: bool) -> tuple[int, ...] | None:
+    def least(self, bound_s: float, classes: int, reach: float) -> tuple[int, ...] | None:
         """The shares with which all end earliest.
 
         Args:
             bound_s: By when they shall end.
             classes: The most servers that are filled one by one; the others are all alike.
-            at_once: Whether every answer shall begin at the start: none then begins late and turns out long.
+            reach: Factor, from 1 up, by which a server's longest answer may exceed its prediction, up to the limit:
+                the server is left the time for it.
 
         Returns:
             How many groups each server in turn takes, for `place`; None: they do not end by then.
@@ -70,36 +74,43 @@ class Walk:
         low, high, best = 0.0, bound_s, None
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            taken = self.takes(middle, classes, at_once)
+            taken = self.takes(middle, classes, reach)
             low, high = (middle, high) if taken is None else (low, middle)
             best = best if taken is None else taken
         return best
 
-    def takes(self, end_s: float, classes: int, at_once: bool) -> tuple[int, ...] | None:
+    def takes(self, end_s: float, classes: int, reach: float) -> tuple[int, ...] | None:
         """How many groups each server in turn takes to end at a time; None: they do not all end by then."""
         lengths, n = self._work.lengths, self._work.n
         taken: list[int] = []
         start = 0
         for index in self._turn[:classes]:
-            if start == lengths.size:
-                return tuple(taken)
             server = self._servers[index]
             kind = self._kinds[server.cost, server.slots]
             places = self._places(server, kind, start)
             block = slice(start, start + places)
             ends = np.cumsum(lengths[block] * kind.steps[:places] + kind.fixed[block])
-            fit = int(np.searchsorted(ends, end_s, side="right"))
+            beyond = max(0.0, min(self._limit, reach * lengths[start]) - lengths[start])
+            fit = int(np.searchsorted(ends, end_s - beyond * kind.steps[0], side="right"))
             if not fit:
                 return None
             if fit == places and start + places < lengths.size:
                 break
             taken.append(fit)
             start += fit
+            if start == lengths.size:
+                return tuple(taken)
         left = self._turn[len(taken) :]
-        if at_once and n * (lengths.size - start) > sum(self._servers[index].slots for index in left):
-            return None
-        fits = float(lengths[start:].sum()) * n <= end_s * float((1 / self._token_s[left]).sum())
-        return tuple(taken) if fits else None
+        room = self._rest_tokens(end_s, np.asarray(left, np.int64), min(self._limit, reach * lengths[start]))
+        return tuple(taken) if float(lengths[start:].sum()) * n <= room else None
+
+    def _rest_tokens(self, end_s: float, left: Int[np.ndarray, " left"], longest: float) -> float:
+        """Tokens that the servers which are not filled one by one have time for, if each ends one such answer, too."""
+        slots, base, each = self._slots[left], self._base[left], self._token_s[left]
+        full = end_s / each
+        # The base of a step, once for each of that answer's tokens; for the others what a token costs beyond it.
+        held = (end_s - base * longest) / np.maximum(each - base / slots, 1e-300)
+        return float(np.where(full >= longest * slots, full, np.clip(held, 0.0, full)).sum())
 
     def place(self, taken: Sequence[int]) -> Int32[np.ndarray, " groups"]:
         """The server of each group."""
