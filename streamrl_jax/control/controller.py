@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from streamrl_jax.control.codec import job_digest, probe_digest
 from streamrl_jax.control.core import TICK_S, ControllerCore
+from streamrl_jax.control.dispatched import Dispatched
 from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.handover import Handover
@@ -238,6 +239,10 @@ class Controller:
     def sizes(self) -> Mapping[str, int]:
         """Entries held in memory, by kind; 0 when every job is done."""
         return self._ask(self._core.work.sizes)
+
+    def dispatched(self) -> tuple[Dispatched, ...]:
+        """What became of the last jobs."""
+        return self._ask(lambda: tuple(self._core.work.accounts.finished))
 
     def usage(self) -> Mapping[str, float]:
         """What the process that it shares with the trainer costs since the last call, and how long samples take."""

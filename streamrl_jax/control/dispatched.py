@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float64
 
+from streamrl_jax.config_ranker import Policy
 from streamrl_jax.control.dispatching import Arrangement
 from streamrl_jax.control.jobs import Job, Member
 from streamrl_jax.control.lines import Lines
@@ -28,7 +29,7 @@ class Dispatched:
     """One job that is answered."""
 
     job_id: str
-    policy: str  # "arrival" too where nothing was predicted
+    policy: Policy  # "arrival" too where nothing was predicted
     samples: int
     planned_s: float  # 0: not predicted
     actual_s: float  # from the first hand-out to the last answer

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from streamrl_jax.control.dispatched import Dispatched
 from streamrl_jax.control.events import InstanceView
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.plan import Step
@@ -102,6 +103,10 @@ class RunController(Protocol):
 
     def sizes(self) -> Mapping[str, int]:
         """Entries held in memory, by kind; 0 when every job is done."""
+        ...
+
+    def dispatched(self) -> tuple[Dispatched, ...]:
+        """What became of the last `control.dispatched.KEPT` jobs that are answered, the oldest first."""
         ...
 
     def usage(self) -> Mapping[str, float]:

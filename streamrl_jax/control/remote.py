@@ -15,6 +15,8 @@ import grpc
 
 from streamrl_jax.control import codec
 from streamrl_jax.control.client import ControlClient, Peer, Published
+from streamrl_jax.control.dispatched import Dispatched
+from streamrl_jax.control.dispatched_codec import dispatched_from_proto
 from streamrl_jax.control.events import ControlEvent, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.handover import Handover
@@ -173,6 +175,10 @@ class RemoteController:
     def sizes(self) -> Mapping[str, int]:
         """Entries held in memory."""
         return self._book("Sizes", lambda reply: dict(reply.numbers))
+
+    def dispatched(self) -> tuple[Dispatched, ...]:
+        """What became of the last jobs."""
+        return self._book("Dispatched", lambda reply: tuple(map(dispatched_from_proto, reply.jobs)))
 
     def usage(self) -> Mapping[str, float]:
         """What the controller costs since the last call."""
@@ -334,7 +340,7 @@ class RemoteController:
         return self._books[name]
 
     def _leave(self) -> None:
-        for read in (self.pool, self.counters, self.sizes):
+        for read in (self.pool, self.counters, self.sizes, self.dispatched):
             read()
         self._connected().leave()
         self._wait(self._unary("Close", pb.Ask(reader=self.reader), _BOOKS_S, again=False), _BOOKS_S)

@@ -21,6 +21,7 @@ from streamrl_jax.control.codec import (
     view_to_proto,
 )
 from streamrl_jax.control.core import ControllerCore
+from streamrl_jax.control.dispatched_codec import dispatched_to_proto
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.hub import Hub
 from streamrl_jax.control.outbox import Batch, Delivery, End, Failed, Reading
@@ -281,6 +282,14 @@ class RunControlService(rpc.RunControlServicer):
     async def Sizes(self, request: pb.Ask, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NumbersReply:
         """Entries held in memory."""
         return pb.NumbersReply(numbers=self._core.work.sizes())
+
+    async def Dispatched(
+        self, request: pb.Ask, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DispatchedReply:
+        """What became of the last jobs."""
+        return pb.DispatchedReply(
+            jobs=[dispatched_to_proto(job) for job in self._core.work.accounts.finished]
+        )
 
     async def Situation(self, request: pb.Ask, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TextReply:
         """One sentence per instance."""

@@ -328,6 +328,34 @@ class InstanceRow(_message.Message):
     steps_total: int
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., held: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., restarts: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., steps_total: _Optional[int] = ...) -> None: ...
 
+class DispatchedReply(_message.Message):
+    __slots__ = ("error", "jobs")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    error: Error
+    jobs: _containers.RepeatedCompositeFieldContainer[DispatchedRow]
+    def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[DispatchedRow, _Mapping]]] = ...) -> None: ...
+
+class DispatchedRow(_message.Message):
+    __slots__ = ("job_id", "policy", "samples", "planned_s", "actual_s", "in_lines", "steals", "as_planned")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_S_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_S_FIELD_NUMBER: _ClassVar[int]
+    IN_LINES_FIELD_NUMBER: _ClassVar[int]
+    STEALS_FIELD_NUMBER: _ClassVar[int]
+    AS_PLANNED_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    policy: str
+    samples: int
+    planned_s: float
+    actual_s: float
+    in_lines: bool
+    steals: int
+    as_planned: int
+    def __init__(self, job_id: _Optional[str] = ..., policy: _Optional[str] = ..., samples: _Optional[int] = ..., planned_s: _Optional[float] = ..., actual_s: _Optional[float] = ..., in_lines: _Optional[bool] = ..., steals: _Optional[int] = ..., as_planned: _Optional[int] = ...) -> None: ...
+
 class AcknowledgeRequest(_message.Message):
     __slots__ = ("reader", "sequence", "kind", "shape", "digest")
     READER_FIELD_NUMBER: _ClassVar[int]

@@ -84,6 +84,11 @@ class RunControlStub:
                 request_serializer=streamrl__jax_dot_proto_dot_control__pb2.Ask.SerializeToString,
                 response_deserializer=streamrl__jax_dot_proto_dot_control__pb2.TextReply.FromString,
                 _registered_method=True)
+        self.Dispatched = channel.unary_unary(
+                '/streamrl.v1.RunControl/Dispatched',
+                request_serializer=streamrl__jax_dot_proto_dot_control__pb2.Ask.SerializeToString,
+                response_deserializer=streamrl__jax_dot_proto_dot_control__pb2.DispatchedReply.FromString,
+                _registered_method=True)
         self.Acknowledge = channel.unary_unary(
                 '/streamrl.v1.RunControl/Acknowledge',
                 request_serializer=streamrl__jax_dot_proto_dot_control__pb2.AcknowledgeRequest.SerializeToString,
@@ -174,6 +179,13 @@ class RunControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Dispatched(self, request, context):
+        """what became of the last jobs
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Acknowledge(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -251,6 +263,11 @@ def add_RunControlServicer_to_server(servicer, server):
                     servicer.Situation,
                     request_deserializer=streamrl__jax_dot_proto_dot_control__pb2.Ask.FromString,
                     response_serializer=streamrl__jax_dot_proto_dot_control__pb2.TextReply.SerializeToString,
+            ),
+            'Dispatched': grpc.unary_unary_rpc_method_handler(
+                    servicer.Dispatched,
+                    request_deserializer=streamrl__jax_dot_proto_dot_control__pb2.Ask.FromString,
+                    response_serializer=streamrl__jax_dot_proto_dot_control__pb2.DispatchedReply.SerializeToString,
             ),
             'Acknowledge': grpc.unary_unary_rpc_method_handler(
                     servicer.Acknowledge,
@@ -543,6 +560,33 @@ class RunControl:
             '/streamrl.v1.RunControl/Situation',
             streamrl__jax_dot_proto_dot_control__pb2.Ask.SerializeToString,
             streamrl__jax_dot_proto_dot_control__pb2.TextReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Dispatched(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/streamrl.v1.RunControl/Dispatched',
+            streamrl__jax_dot_proto_dot_control__pb2.Ask.SerializeToString,
+            streamrl__jax_dot_proto_dot_control__pb2.DispatchedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from streamrl_jax.config import Config
+from streamrl_jax.control.dispatched import Dispatched
 from streamrl_jax.control.events import Activity, InstanceView
 from streamrl_jax.control.protocol import RunController
 from streamrl_jax.flops import mfu, peak_flops, throughput, update_flops
@@ -23,7 +24,7 @@ from streamrl_jax.train.agreement_gate import AgreementGate
 from streamrl_jax.train.evaluator import Evaluation, EvaluationObserver
 from streamrl_jax.train.models import Arch
 from streamrl_jax.train.report import IterationResult
-from streamrl_jax.train.rollouts import Rollouts
+from streamrl_jax.train.rollouts import Rollouts, train_job
 from streamrl_jax.train.weights import Weights
 from streamrl_jax.types import Sample, expand_runs
 
@@ -83,6 +84,29 @@ def generator_metrics(
     if idle:
         found["rollouter/idle_ratio"] = sum(idle) / len(idle)
     return found | {"perf/gen_tokens_per_s": tokens / seconds}
+
+
+def dispatch_metrics(jobs: Sequence[Dispatched], iteration: int) -> dict[str, Value | None]:
+    """How an iteration's generation went, and how it was planned.
+
+    Args:
+        jobs: What became of the last jobs.
+        iteration: Which one; empty where it is not among them.
+
+    Returns:
+        The actual time always; the rest where its answers were planned, or only predicted.
+    """
+    found = next((job for job in jobs if job.job_id == train_job(iteration)), None)
+    if found is None:
+        return {}
+    metrics: dict[str, Value | None] = {"dispatch/actual_s": found.actual_s}
+    if found.policy != "arrival":
+        metrics["dispatch/in_lines"] = float(found.in_lines)
+        metrics["dispatch/planned_s"] = found.planned_s or Missing("dispatch.cost is not given")
+    if found.in_lines:
+        metrics["dispatch/steals"] = float(found.steals)
+        metrics["dispatch/as_planned"] = found.as_planned / found.samples
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -201,6 +225,7 @@ class Recorder:
             **self._weights.metrics(),
             **self._gate.metrics(),
             **self._rollouts.forecast_metrics(),
+            **dispatch_metrics(self._controller.dispatched(), iteration),
             **{f"rollouter/{name}": float(count) for name, count in self._controller.counters().items()},
             **self._controller.usage(),
             **self._speed(
