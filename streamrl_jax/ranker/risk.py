@@ -14,7 +14,10 @@ NOISE: Final = 0.3
 """Standard deviation of log(length / prediction) that a plan allows for if nothing better is known: answers of one
 model to one prompt differ by about as much."""
 
-_DRAWS: Final = 3
+_DRAWS: Final = 8
+
+_LINES: Final = 2_000
+"""Servers times draws beyond which there are fewer draws, two at least."""
 
 _MOST: Final = 200_000
 """Answers beyond which the lengths are taken as predicted: with so many a line, single ones matter little, and drawing
@@ -26,8 +29,8 @@ def expected_makespans(
 ) -> Float64[np.ndarray, " plans"]:
     """The mean end of each plan over draws of the lengths, the same draws for all.
 
-    A length is its prediction times exp(noise · z − noise² / 2) with z standard normal, each answer's for itself; the
-    order of a line stays that of the predictions.
+    A length is its prediction times exp(noise · z − noise² / 2) with z standard normal: half of the variance is the
+    prompt's, as a prediction's error is, half each answer's own. The order of a line stays that of the predictions.
 
     Args:
         plans: Of this work.
@@ -43,7 +46,9 @@ def expected_makespans(
     answers = work.lengths.size * work.n
     if not noise or not answers or answers > _MOST:
         return np.array([plan.makespan_s for plan in plans])
-    draws = np.random.default_rng(0).standard_normal((_DRAWS, work.lengths.size, work.n))
+    rng, count = np.random.default_rng(0), max(2, min(_DRAWS, _LINES // len(servers)))
+    shared = rng.standard_normal((count, work.lengths.size, 1))
+    draws = (shared + rng.standard_normal((count, work.lengths.size, work.n))) / np.sqrt(2)
     turned = work.lengths[:, None] * np.exp(noise * draws - noise**2 / 2)
     turned = np.minimum(turned, limit or work.lengths.max())
     ends = np.zeros(len(plans))
@@ -54,7 +59,7 @@ def expected_makespans(
                 line_seconds(server.cost, int(batch), _one_by_one(work, lengths, line))
                 for server, batch, line in zip(servers, plan.batch, lines, strict=True)
             )
-    return ends / _DRAWS
+    return ends / count
 
 
 def _one_by_one(work: Work, lengths: Float64[np.ndarray, "groups n"], line: Int[np.ndarray, " line"]) -> Work:

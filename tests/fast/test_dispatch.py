@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl_jax.errors import UserError
+from streamrl_jax.plan.generation import Stage, run_plan
 from streamrl_jax.ranker.balance import assign_lpt
 from streamrl_jax.ranker.cost import FLAT, Ramp, TokenLatency
 from streamrl_jax.ranker.dispatch import (
@@ -235,6 +237,28 @@ def test_answers_stay_together_where_their_prefix_is_dear_and_part_where_one_pro
     apart = servers_of(4, slots=64, kv_tokens=10**7, cost=costly)
     assert not shares_prefix([5_000.0, 10.0], 16, apart, [10, 10])
     assert shares_prefix([5_000.0, 10.0], 1, apart, [10, 10])
+
+
+def test_uncertain_lengths_keep_the_plan_from_staking_on_them() -> None:
+    rng = np.random.default_rng(0)
+    means = np.clip(rng.lognormal(np.log(2_000), 1.0, 256), 10, 20_000)
+    servers = servers_of(8, slots=256, kv_tokens=10**6, cost=QUICK)
+    known, unsure = (plan_skewness(means, 8, servers, noise=noise, limit=20_000) for noise in (0.0, 0.5))
+    assert known.makespan_s < 0.95 * plan_lpt(means, 8, servers).makespan_s
+    shared = rng.standard_normal((256, 1)) + rng.standard_normal((256, 8))
+    turned = np.clip(means[:, None] * np.exp(0.5 * shared / np.sqrt(2) - 0.125), 1, 20_000)
+    stage = Stage(turned.astype(np.int64), np.zeros(256, np.int64), means)
+    ends = [run_plan(stage, plan, servers).makespan_s for plan in (known, unsure)]
+    assert ends[1] < 0.95 * ends[0]
+
+
+def test_a_million_prompts_on_a_thousand_instances_take_less_than_two_seconds() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(2_000), 1.0, 10**6), 1, 20_000)
+    servers = servers_of(1_000, slots=256, kv_tokens=10**6)
+    started = time.process_time()
+    plan = plan_skewness(lengths, 1, servers)
+    assert time.process_time() - started < 2
+    assert np.bincount(plan.instance).sum() == 10**6
 
 
 def line(tokens: float, waiting: Sequence[float], batch: int = 2, step_s: float = 1.0) -> Line:
