@@ -170,6 +170,18 @@ class ControllerCore:
         self.work.submit(job, outbox, self.pool.ready())
         self.pool.pump()
 
+    def follows(self, job: Job, reader: int) -> bool:
+        """Whether a reader may submit a job now: where lengths are predicted, the leader comes first.
+
+        It alone predicts, and what is told with the first submission is what counts.
+
+        Raises:
+            Exception: what ended the run.
+        """
+        self.check()
+        planned = self.settings.dispatch.policy != "arrival"
+        return reader == 0 or not planned or self._once.asked(f"job {job.job_id}", 0)
+
     def read(
         self, job_id: str, reader: int, position: int, window: int, deliver: Callable[[Delivery], None]
     ) -> Reading:

@@ -39,8 +39,8 @@ class Job:
     pinned: str = ""  # the one instance that may answer; empty: any
     predicted: Sequence[float] | None = None
     """Expected tokens of an answer, one per prompt, each 1 or more; None: nothing is known, and nothing is planned.
-    They steer where and when a sample runs, never what is sampled, and are no part of the job's digest: where several
-    trainer processes submit the job, those of the first one to come are taken."""
+    They steer where and when a sample runs, never what is sampled, and are no part of the job's digest: of several
+    trainer processes the leader alone predicts, and submits first."""
     forced: Sequence[int] | None = None
     """Exact tokens of each sample, in the order of `members`: recorded lengths, for evaluations only."""
     policy: Policy | None = None

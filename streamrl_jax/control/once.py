@@ -57,6 +57,11 @@ class Once:
             del self._asked[name]
         return len(asked.readers) == 1
 
+    def asked(self, name: str, reader: int) -> bool:
+        """Whether a reader has asked, as long as not all have."""
+        found = self._asked.get(name)
+        return found is not None and reader in found.readers
+
     def __len__(self) -> int:
         """Requests that some readers have still to make."""
         return len(self._asked)

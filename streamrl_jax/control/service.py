@@ -123,6 +123,8 @@ class RunControlService(rpc.RunControlServicer):
             pieces = await _pieces(request_iterator)
             self._core.readers.known(pieces.reader)
             job, into = pieces.job()
+            while not self._core.follows(job, pieces.reader):
+                await asyncio.sleep(_LOOK_S)
             self._core.submit(job, into, pieces.reader, pieces.digest())
             return pb.Done()
 

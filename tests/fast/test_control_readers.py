@@ -12,6 +12,7 @@ import pytest
 
 from streamrl_jax.control.client import Peer
 from streamrl_jax.control.controller import Controller
+from streamrl_jax.control.dispatching import ARRIVAL, DispatchSettings
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.protocol import RunController
@@ -39,10 +40,15 @@ STEP = Step(0, "grad", "rows 4, length 128", b"\x01" * 16)
 
 
 @contextmanager
-def readers(world_size: int, plan_timeout_s: float = 20.0) -> Iterator[list[RunController]]:
+def readers(
+    world_size: int,
+    plan_timeout_s: float = 20.0,
+    dispatch: DispatchSettings = ARRIVAL,
+    world: World | None = None,
+) -> Iterator[list[RunController]]:
     """The leader in this process, the others over gRPC, as over a network."""
-    settings = replace(SETTINGS, readers=world_size, plan_timeout_s=plan_timeout_s)
-    world = World(("a", "b"), lambda name, life: FakeEngine(slots=8))
+    settings = replace(SETTINGS, readers=world_size, plan_timeout_s=plan_timeout_s, dispatch=dispatch)
+    world = world or World(("a", "b"), lambda name, life: FakeEngine(slots=8))
     leader = Controller(
         settings, FENCE, world, reward_by_length, decode, lambda event: None, serving=Serving(net.OPEN)
     )
@@ -61,6 +67,25 @@ def readers(world_size: int, plan_timeout_s: float = 20.0) -> Iterator[list[RunC
             other.close()
         leader.close()
         world.close()
+
+
+def test_what_the_leader_predicts_counts_whoever_submits_first() -> None:
+    """The others predict nothing, and their submission waits for the leader's."""
+    world = World(("a",), lambda name, life: FakeEngine(slots=1, tokens_per_s=20_000))
+    asked = job(0, count=40, n=1)
+    with (
+        readers(2, dispatch=DispatchSettings("lpt"), world=world) as (leader, other),
+        ThreadPoolExecutor() as threads,
+    ):
+        early = threads.submit(other.submit, asked)
+        with pytest.raises(TimeoutError):
+            early.result(0.3)
+        leader.submit(replace(asked, predicted=[float(1 + place) for place in range(40)]))
+        early.result(5)
+        both = list(
+            threads.map(lambda c: [s.prompt.prompt_id for s in c.samples("train/0", 10)], (leader, other))
+        )
+    assert both[0] == both[1] == [str(place) for place in reversed(range(40))]
 
 
 def acknowledge(controller: RunController, step: Step) -> None:
