@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.calibrate import calibrate
 from streamrl_jax.ranker.lengths import ObservedLengths, merged
@@ -39,6 +40,7 @@ from streamrl_jax.ranker.model import (
 )
 from streamrl_jax.train.hf import load_critic
 from streamrl_jax.train.hf_directory import read_arch
+from streamrl_jax.train.mesh import put
 from streamrl_jax.train.models import Model, Params
 from streamrl_jax.train.optim import decayed
 
@@ -225,13 +227,13 @@ def _train(
 ) -> _Found:
     """Steps until the order of the prompts held back gets no better, or the steps or the time are used up."""
     options, began = draws.options, time.monotonic()
-    rule = replace(options, seed=0, seconds=math.inf)  # what changes no step must not compile it again
-    state = jax.jit(_optimizer(options).init)(params)
+    state = _first_state(options.weight_decay, params)
     best = _Found(params, 0, -math.inf, 0, 0.0)
     token_ids = [row.token_ids for row in held]
     losses: list[jax.Array] = []
     for step in range(1, options.steps + 1):
-        params, state, loss = _step(model, rule, params, state, draws.next())
+        rate, lists = _rate(options, step), draws.next()
+        params, state, loss = _step(model, options.loss, options.weight_decay, rate, params, state, lists)
         losses.append(loss)
         spent = time.monotonic() - began
         last = step == options.steps or spent > options.seconds
@@ -257,33 +259,51 @@ def _train(
     raise AssertionError("the last step returns")
 
 
-def _optimizer(options: FitOptions) -> optax.GradientTransformation:
+def _rate(options: FitOptions, step: int) -> np.float32:
+    """The learning rate of a step, from 1 on: linear over the first twentieth, then half a cosine down to 0."""
     warmup = max(1, options.steps // 20)
-    rate = optax.warmup_cosine_decay_schedule(
-        options.learning_rate / warmup, options.learning_rate, warmup, max(options.steps, warmup + 1)
-    )
+    if step <= warmup:
+        return np.float32(options.learning_rate * step / warmup)
+    done = (step - warmup) / max(options.steps - warmup, 1)
+    return np.float32(options.learning_rate * (1 + math.cos(math.pi * done)) / 2)
+
+
+def _optimizer(weight_decay: float) -> optax.GradientTransformation:
+    """AdamW without the learning rate, which a compiled step takes as an argument."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.98, weight_decay=options.weight_decay, mask=decayed),
+        optax.scale_by_adam(b2=0.98),
+        optax.add_decayed_weights(weight_decay, mask=decayed),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
+def _first_state(weight_decay: float, params: Params) -> Any:
+    return _optimizer(weight_decay).init(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _step(
-    model: Model, options: FitOptions, params: Params, state: Any, lists: _Lists
+    model: Model,
+    loss_name: LossName,
+    weight_decay: float,
+    rate: Float[Array, ""] | np.float32,
+    params: Params,
+    state: Any,
+    lists: _Lists,
 ) -> tuple[Params, Any, Float[Array, ""]]:
     """One update; gives the loss before it."""
 
     def mean_loss(params: Params) -> Float[Array, ""]:
         scores = last_scores(model, params, jnp.asarray(lists.tokens), jnp.asarray(lists.lengths))
-        of_draw = functools.partial(LOSSES[options.loss], scores)
+        of_draw = functools.partial(LOSSES[loss_name], scores)
         return jnp.mean(jax.vmap(of_draw)(jnp.asarray(lists.observed), jnp.asarray(lists.cut)))
 
     loss, gradient = jax.value_and_grad(mean_loss)(params)
     # A sequence classifier's head has no bias.
     gradient["value_head"]["bias"] = jnp.zeros_like(gradient["value_head"]["bias"])
-    change, state = _optimizer(options).update(gradient, state, params)
-    return jax.tree.map(jnp.add, params, change), state, loss
+    direction, state = _optimizer(weight_decay).update(gradient, state, params)
+    return jax.tree.map(lambda param, change: param - rate * change, params, direction), state, loss
 
 
 def _starting_point(
@@ -301,4 +321,18 @@ def _starting_point(
         return model, params
     needed = 1 + max(int(row.token_ids.max()) for row in prompts)
     model = ranker_model(scratch_arch(options.size, options.vocab_size or needed), device)
-    return model, model.init_params(options.seed)
+    return model, _fresh_params(model, options.seed)
+
+
+def _fresh_params(model: Model, seed: int) -> Params:
+    """The distribution of `Model.init_params`, drawn by NumPy: that one compiles for longer than a small fit takes."""
+    rng = np.random.default_rng([seed, 2])
+    template = model.abstract_params()
+    params: Params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), template)
+    for entry in names.entries(model.arch):
+        value = names.leaf_at(params, entry.path)
+        if entry.path[-1] == "scale":
+            value[...] = 1.0
+        elif entry.transposed or entry.path[0] == "embedding":
+            value[...] = rng.standard_normal(value.shape, np.float32) * entry.checkpoint_shape[-1] ** -0.5
+    return jax.tree.map(lambda value, leaf: put(value, leaf.sharding), params, template)

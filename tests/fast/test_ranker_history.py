@@ -79,8 +79,8 @@ def predictions(rng: np.random.Generator, prompts: int) -> tuple[np.ndarray, Rec
     return truth, Recalled(np.exp(rng.normal(5, 1, prompts)).astype(np.float32), weight)
 
 
-# The smallest class has about 375 of 10,000 prompts. There a share's standard deviation is 0.3 (the chance in what is
-# observed) / (1.4 (how far the predictors are apart) * sqrt(375)) = 0.011, and the pseudo-observations move it by 0.009.
+# The smallest class has about 375 of 10,000 prompts. The standard deviation of its share is 0.3 (the chance in what is
+# observed) / (1.4 (how far the predictors are apart) * sqrt(375)) = 0.011; the pseudo-observations move it by 0.009.
 BOUND = 0.075
 
 
