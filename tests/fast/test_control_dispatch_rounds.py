@@ -1,0 +1,111 @@
+"""Dispatch over real gRPC: what a long-tailed job takes in rounds, by the policy, and that nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from streamrl_jax.config_ranker import Policy
+from streamrl_jax.control.dispatching import DispatchSettings
+from streamrl_jax.control.jobs import Job
+from streamrl_jax.gen.protocol import Delta
+from streamrl_jax.types import Assignment, Prompt, Sampling, Timings
+from tests.fakes import FakeEngine
+
+from .control_world import FACADE, FACADES, SETTINGS, World, running
+
+SHORT, LONG = 8, 60
+LENGTHS = [SHORT] * 48 + [LONG] * 2
+"""In the order of arrival the long ones come last."""
+
+_TICK_S = 0.01
+
+
+@dataclass
+class Clock:
+    """Lets every running answer of all instances write one token a round, however slow the machine is."""
+
+    rounds: int = 0
+    running: int = 0
+    _next: asyncio.Event = field(default_factory=asyncio.Event)
+    _ticking: asyncio.Task[None] | None = None
+
+    async def tick(self) -> None:
+        """The next round."""
+        if self._ticking is None or self._ticking.done():
+            self._ticking = asyncio.create_task(self._run())
+        await self._next.wait()
+
+    async def _run(self) -> None:
+        while self.running:
+            await asyncio.sleep(_TICK_S)
+            self.rounds += 1
+            self._next.set()
+            self._next = asyncio.Event()
+
+
+@dataclass
+class TickingEngine(FakeEngine):
+    """Answers as `FakeEngine` does, a token a round of the clock; a prompt's last id is its answer's length."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    async def generate(self, assignment: Assignment) -> AsyncIterator[Delta]:
+        total = assignment.sampling.forced_length or int(assignment.prompt_ids[-1])
+        await self._take_slot(assignment)
+        self.clock.running += 1
+        try:
+            for index in range(total):
+                await self.clock.tick()
+                yield self._delta(assignment, index, index + 1 == total, full=False, timings=Timings())
+        finally:
+            self.clock.running -= 1
+            self._free_slot()
+
+
+def long_tailed(predicted: list[float] | None, number: int, policy: Policy | None = None) -> Job:
+    rows = [
+        Prompt(str(row), np.asarray([1, row, tokens], np.int32), {}) for row, tokens in enumerate(LENGTHS)
+    ]
+    sampling = Sampling(1.0, 64, (0,), seed=1)
+    return Job(f"train/{number}", rows, 1, sampling, number, 0, number, predicted=predicted, policy=policy)
+
+
+@pytest.mark.parametrize("face", FACADES)
+def test_a_long_tail_takes_fewer_rounds_when_it_is_foreseen(
+    face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two instances of four slots: in the order of arrival the two long answers begin when all others are done."""
+    monkeypatch.setitem(FACADE, "now", face)
+    clock = Clock()
+    world = World(("a", "b"), engine=lambda name, life: TickingEngine(clock=clock))
+    foreseen = [float(tokens) for tokens in LENGTHS]
+    rounds: dict[str, int] = {}
+    with running(world, replace(SETTINGS, dispatch=DispatchSettings("lpt"))) as run:
+        asked: list[tuple[str, list[float] | None, Policy | None]] = [
+            ("nothing foreseen", None, None), ("arrival", foreseen, "arrival"), ("lpt", foreseen, None),
+            ("paper", foreseen, "paper"), ("skewness", foreseen, "skewness"),
+        ]  # fmt: skip
+        for number, (name, predicted, policy) in enumerate(asked):
+            job, before = long_tailed(predicted, number, policy), clock.rounds
+            run.controller.submit(job)
+            samples = list(run.controller.samples(job.job_id, 30))
+            rounds[name] = clock.rounds - before
+            assert sorted(len(sample.generation.token_ids) for sample in samples) == sorted(LENGTHS)
+        told = {one.job_id: one for one in run.controller.dispatched()}
+    assert [told[f"train/{number}"].policy for number in range(5)] == [
+        "arrival",
+        "arrival",
+        *list(rounds)[2:],
+    ]
+    assert told["train/3"].in_lines and not told["train/4"].in_lines, (
+        "a step's cost is not known: nothing to gain"
+    )
+    best = max(LONG, sum(LENGTHS) / 8)
+    print(f"{face}: {rounds}, at least {best:g}")
+    for name in ("lpt", "paper", "skewness"):
+        assert best <= rounds[name] < 0.8 * min(rounds["arrival"], rounds["nothing foreseen"])
