@@ -46,7 +46,7 @@ INTENDED: dict[str, Callable[[Config], bool]] = {
     # Lengths as chance has them, hardly any of them cut, and more samples than the instances have slots.
     "demo_tail": lambda c: (
         c.rollout.temperature == c.eval.temperature == 1.0
-        and c.data.max_response_length == 1000
+        and c.data.max_response_length == 700
         and c.gen.instances == 2
         and c.samples_per_iteration == 128 == 4 * c.gen.max_num_seqs
     ),
