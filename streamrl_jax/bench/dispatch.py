@@ -83,6 +83,10 @@ def add_options(parser: ArgumentParser) -> None:
         "--pools", type=int, nargs="*", default=list(POOLS), metavar="N",
         help="instances of the pools that the cost model tells of; default: 8 32 128",
     )  # fmt: skip
+    parser.add_argument(
+        "--limit-s", type=float, default=1800.0, metavar="S",
+        help="no further round of a size after so long, from the second on; default: 1800",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the draws; default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
 
@@ -95,8 +99,8 @@ def run(arguments: Namespace) -> int:
     """
     from streamrl_jax.config_io import load_config
 
-    if min(*arguments.prompts, arguments.n, *arguments.pools, 1) < 1 or arguments.rounds < 2:
-        raise UserError("--prompts, --n and --pools must be positive, and --rounds 2 or more")
+    if min(*arguments.prompts, arguments.n, *arguments.pools, 1) < 1:
+        raise UserError("--prompts, --n and --pools must be positive")
     if not arguments.files:
         raise UserError("A configuration file is needed: it says which model, and how many instances.")
     cfg = _planning(load_config(arguments.files, arguments.overrides), arguments.cost)
@@ -105,13 +109,15 @@ def run(arguments: Namespace) -> int:
     names = chosen_policies(arguments.policies, given)
     if arguments.ranker is not None and not (arguments.ranker / "ranker.json").is_file():
         raise UserError(f"--ranker {arguments.ranker}: there is no ranker; streamrl rank fit writes one")
-    from streamrl_jax.bench.dispatch_rounds import Size
+    from streamrl_jax.bench.dispatch_rounds import FEWEST_ROUNDS, Size
 
+    if arguments.rounds < FEWEST_ROUNDS:
+        raise UserError(f"--rounds {arguments.rounds}: an interval needs {FEWEST_ROUNDS} or more")
     sizes = [Size(count, arguments.n, arguments.rounds, arguments.seed) for count in arguments.prompts]
     for size in sizes:
         size.draw(material, 0)  # what is lacking is told before anything starts
     began = time.monotonic()
-    session = _measured(cfg, material, sizes, names, arguments.ranker)
+    session = _measured(cfg, material, sizes, names, arguments)
     results = [
         summarise(session.material, size, names, rounds, session.model, arguments.pools)
         for size, rounds in session.rounds
@@ -206,7 +212,7 @@ class _Session:
 
 
 def _measured(
-    cfg: Config, material: Material, sizes: Sequence[Size], names: Sequence[str], ranker: Path | None
+    cfg: Config, material: Material, sizes: Sequence[Size], names: Sequence[str], arguments: Namespace
 ) -> _Session:
     from streamrl_jax.bench.dispatch_model import Model
     from streamrl_jax.bench.dispatch_rounds import Asking, measure
@@ -216,9 +222,9 @@ def _measured(
     from streamrl_jax.train.evaluator import evaluation_sampling
 
     with serving(cfg, "dispatch", UNSCORED) as served:
-        material = with_ranker(material, ranker)
+        material = with_ranker(material, arguments.ranker)
         sampling = evaluation_sampling(cfg, served.stop_token_ids)
-        asking = Asking(sampling, cfg.gen.heartbeat_interval_s, _SAMPLE_S, served.stop)
+        asking = Asking(sampling, cfg.gen.heartbeat_interval_s, _SAMPLE_S, served.stop, arguments.limit_s)
         cost = step_cost(cfg, served.inputs)
         settings = DispatchSettings(cfg.dispatch.policy, cfg.dispatch.alpha, cost)
         model = Model.of(served.controller.pool(), settings, cfg.gen.lookahead)
@@ -274,8 +280,8 @@ def _text(result: Result) -> str:
     answers = result.prompts * result.n
     steps, ratio = report.worst(result.compared)
     parts = [
-        f"{result.prompts} prompts, {answers} answers, {answers / result.slots:.1f} a slot, "
-        f"{result.tokens:,.0f} tokens a round; load average {result.load[0]:.1f} to {result.load[1]:.1f}",
+        f"{len(result.rounds)} rounds of {result.prompts} prompts, {answers} answers, "
+        f"{answers / result.slots:.1f} a slot, {result.tokens:,.0f} tokens a round; load average {result.load[0]:.1f} to {result.load[1]:.1f}",
         table(report.MEASURED_HEADER, [one.cells(name) for name, one in result.measured.items()]),
         f"The cost model on the same rounds: at most {steps:.1%} off in steps, {ratio:.1%} in steps over "
         f"{report.BASE}" + ("." if result.knows_seconds else "; without --cost it knows no seconds."),

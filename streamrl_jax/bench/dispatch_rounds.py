@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,11 @@ from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.train.rollouts import arriving
 from streamrl_jax.types import Prompt, Sampling
 
+log = logging.getLogger(__name__)
+
+FEWEST_ROUNDS: Final = 2
+"""Without a second one there is no interval."""
+
 _QUIET_HEARTBEATS: Final = 3
 """An instance that tells the same so often has told all: two may lie on either side of the last step."""
 _SETTLE_S: Final = 30.0
@@ -33,12 +40,14 @@ class Asking:
         heartbeat_s: Between two of an instance's.
         timeout_s: Bound on the wait for one sample.
         stop: Signals that may end the wait.
+        limit_s: After so long at one size no further round begins; there are two at least.
     """
 
     sampling: Sampling
     heartbeat_s: float
     timeout_s: float
     stop: StopSignal
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,11 @@ def measure(
     """
     warm = size.draw(material, size.rounds)
     play(controller, f"bench/{size.prompts}/warm", POLICIES[names[0]], warm, material, asking)
-    found = []
+    found, began = [], time.monotonic()
     for number, turn in enumerate(turns(names, size.rounds, size.seed)):
+        if len(found) >= FEWEST_ROUNDS and time.monotonic() - began > asking.limit_s:
+            log.warning("%d of %d rounds within %g s", number, size.rounds, asking.limit_s)
+            break
         work, load = size.draw(material, number), os.getloadavg()[0]
         played = {
             name: play(

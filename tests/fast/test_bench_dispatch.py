@@ -292,11 +292,11 @@ def test_the_command_measures_real_services(tmp_path: Path, capsys: pytest.Captu
         ]
         write_lengths(path, rows)
     options = ["--history", str(history), "--json", str(out)]
-    options += ["--prompts", "6", "--rounds", "2", "--pools", "4"]
+    options += ["--prompts", "6", "--rounds", "9", "--limit-s", "0", "--pools", "4"]
     with jax_settings_kept():
         assert main(["bench", "dispatch", str(config), "--lengths", str(lengths), *options]) == 0
     printed = capsys.readouterr().out
-    assert "6 prompts, 12 answers, 1.5 a slot" in printed and "Larger pools" in printed
+    assert "2 rounds of 6 prompts, 12 answers, 1.5 a slot" in printed and "Larger pools" in printed
     (result,) = json.loads(out.read_text())["results"]
     assert set(result["measured"]) == {"fcfs", "random", "lpt-history", "oracle-lpt", "oracle"}
     assert set(result["pools"]["4"]) == set(result["measured"])
@@ -307,7 +307,7 @@ def test_the_command_measures_real_services(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--rounds", "1"], "--rounds 2 or more"),
+        (["--rounds", "1"], "--rounds 1: an interval needs 2 or more"),
         (["--policies", "ranker"], "--policies ranker needs --ranker, which is not given"),
         (["--policies", "best"], "there is no 'best'; there are fcfs, random"),
         (["--ranker", "none"], "--ranker none: there is no ranker; streamrl rank fit writes one"),
