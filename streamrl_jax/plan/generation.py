@@ -307,6 +307,7 @@ class _Run:
         self._ended = np.zeros(stage.lengths.shape)
         self._finish = np.zeros(len(engines))
         self._coming = [0] * len(engines)  # answers under way to an instance
+        self._idle: set[int] = set()  # nothing to do, and nothing under way
         self._turn = [0] * len(engines)  # of its events, the one that counts
         self._events: list[tuple[float, int, int, list[Answer] | None]] = []
         self._pushed = 0
@@ -350,16 +351,19 @@ class _Run:
             self._coming[index] += len(taken)
             self._push(now + self._conditions.refill_s, index, taken)
         engine.admit()
+        if engine.held or self._coming[index]:
+            self._idle.discard(index)
+        else:
+            self._idle.add(index)
         self._turn[index] += 1
         if (at := engine.next_s()) < math.inf:
             self._push(at, index, None)
 
     def _wake(self, now: float) -> None:
         """Lets the first instance that has nothing to do ask again: what it was refused may help by now."""
-        for index, engine in enumerate(self._engines):
-            if not engine.held and not self._coming[index]:
-                self._refill(index, max(now, engine.clock))
-                return
+        if self._idle:
+            index = min(self._idle)
+            self._refill(index, max(now, self._engines[index].clock))
 
     def _push(self, at: float, index: int, arriving: list[Answer] | None) -> None:
         # An answer that comes in has a turn of its own: it stays valid whatever happens before.
