@@ -26,7 +26,6 @@ _SATURATED: Final = 0.999
 _MANY: Final = 100_000
 """Groups from which one walk is tried instead of a dozen: a second's work is then a plan or two."""
 
-
 _REACHES: Final = (1.0, 0.0, 2.0)
 """Standard deviations by which an instance's longest answer may exceed its prediction."""
 
