@@ -14,7 +14,6 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.knowledge import Knowledge, Predicted, grouped, read_knowledge
 from streamrl_jax.ranker.lengths import ObservedLengths
 from streamrl_jax.ranker.state import state_directory, state_faults
-from streamrl_jax.samples_log import read_samples, recorded_iterations
 from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.types import Prompt
 
@@ -100,6 +99,9 @@ def _given(section: RankerSection, load: Callable[[Path], LengthRanker]) -> Leng
 
 def _made_again(run_dir: Path, step: int, window: int) -> tuple[Knowledge, str]:
     """Histories and newest answers of the newest iterations before ``step``, as many as fill the window."""
+    # A dry run checks a ranker too, and does without pyarrow.
+    from streamrl_jax.samples_log import read_samples, recorded_iterations
+
     folder = run_dir / "samples"
     recorded = recorded_iterations(folder) if folder.is_dir() else []
     rows: dict[int, list[ObservedLengths]] = {}
