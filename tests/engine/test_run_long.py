@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl_jax.ranker.knowledge import grouped, read_knowledge
+from streamrl_jax.ranker.state import state_directory, state_faults
 from streamrl_jax.types import FinishReason, InstanceState, Sample, VersionRun
 from tests.engine.run_world import (
     CONFIGS,
@@ -236,6 +238,7 @@ def forsaken(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Forsaken:
     run_dir = folder / "run"
     arguments = [
         *("train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.max_staleness=1"),
+        *("dispatch.policy=skewness", "ranker.refresh_every=3"),
         *(f"data.train_batch_size={PROMPTS}", f"trainer.save_freq={RESTORED}"),
         *(f"trainer.total_training_steps={LAST}", "--run-dir", run_dir),
     ]
@@ -280,6 +283,19 @@ def test_a_resumed_run_has_every_step_once_and_the_same_prompts(forsaken: Forsak
         assert len(samples) == PROMPTS * 8
         assert {sample.sample_id for sample in samples} == dispatched_ids(run_dir, iteration)
     assert (run_dir / "checkpoints" / f"step_{LAST}" / "commit_success.txt").exists()
+
+
+def test_what_is_known_of_lengths_is_kept_with_the_checkpoints(forsaken: Forsaken) -> None:
+    """The killed life's of the checkpoint that the second one began with, and the second one's own."""
+    assert "is made again from" not in forsaken.resumed_output
+    for step in (RESTORED, LAST):
+        assert state_faults(forsaken.run_dir, step) == [], step
+    known = read_knowledge(state_directory(forsaken.run_dir, LAST), 2048, "").known
+    lengths = {row.prompt_id: sorted(row.lengths) for row in known.recent}
+    found = [sample for samples in consumed(forsaken.run_dir).values() for sample in samples]
+    assert lengths == {row.prompt_id: sorted(row.lengths) for row in grouped(found)}
+    for step, metrics in trained(forsaken.run_dir).items():
+        assert 0 <= metrics["ranker/unpredicted"] <= PROMPTS, step
 
 
 def test_what_was_trained_on_after_the_checkpoint_is_set_aside_and_done_again(forsaken: Forsaken) -> None:
