@@ -281,7 +281,8 @@ def _text(result: Result) -> str:
     steps, ratio = report.worst(result.compared)
     parts = [
         f"{len(result.rounds)} rounds of {result.prompts} prompts, {answers} answers, "
-        f"{answers / result.slots:.1f} a slot, {result.tokens:,.0f} tokens a round; load average {result.load[0]:.1f} to {result.load[1]:.1f}",
+        f"{answers / result.slots:.1f} a slot, {result.tokens:,.0f} tokens a round; "
+        f"load average {result.load[0]:.1f} to {result.load[1]:.1f}",
         table(report.MEASURED_HEADER, [one.cells(name) for name, one in result.measured.items()]),
         f"The cost model on the same rounds: at most {steps:.1%} off in steps, {ratio:.1%} in steps over "
         f"{report.BASE}" + ("." if result.knows_seconds else "; without --cost it knows no seconds."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -21,8 +22,11 @@ from streamrl_jax.ranker.cost import FLAT
 from streamrl_jax.ranker.dispatch import Plan, Server
 from streamrl_jax.types import Sampling
 
-_UNBOUNDED = 1 << 50
+_UNBOUNDED: Final = 1 << 50
 """KV tokens of an instance that does not say."""
+
+_POOL_ROUNDS: Final = 3
+"""Of a larger pool: one holds as much work as many of the measured ones."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Model:
     def pool(
         self, material: Material, size: Size, names: Sequence[str], instances: int
     ) -> list[dict[str, Foretold]]:
-        """The rounds of a pool of another size, the work in proportion.
+        """A few rounds of a pool of another size, the work in proportion.
 
         Args:
             material: What the rounds are drawn from, a prompt more than once.
@@ -102,7 +106,7 @@ class Model:
         pool = Model(servers, self.settings, self.conditions)
         prompts = -(-size.prompts * instances // own)
         rounds = []
-        for number in range(size.rounds):
+        for number in range(min(size.rounds, _POOL_ROUNDS)):
             work = draw(material, prompts, size.n, (size.seed, instances, number), again=True)
             rounds.append(pool.round(material, work, names))
         return rounds
