@@ -120,7 +120,12 @@ def run(arguments: Namespace) -> int:
                 for one, plans in zip(draws, made, strict=True)
             ]
             played.append([*label, *shares(outcomes)])
-    print(table(("GPU", "instances", "error", "policy", "planned in (processor time)", "predicted makespan"), speed))
+    print(
+        table(
+            ("GPU", "instances", "error", "policy", "planned in (processor time)", "predicted makespan"),
+            speed,
+        )
+    )
     if plays:
         print()
         print(table(("GPU", "instances", "error", "arrival, pulled", *PLAYED[1:]), played))
