@@ -9,6 +9,7 @@ Layout::
     metrics.jsonl    one line a step
     samples/         one file of consumed samples an iteration
     checkpoints/     step_N/
+    ranker/          step_N/: what was known of answers' lengths at a checkpoint (`dispatch.policy`)
     logs/            <process>.log
     trace.json       timeline
 """
