@@ -62,6 +62,8 @@ class FitOptions:
         draws: Observed lengths of each prompt that a step looks at, one at a time.
         learning_rate: Highest rate of AdamW; it rises over the first twentieth and falls along a cosine.
         weight_decay: Of matrices.
+        average: What is kept of the running mean of the parameters at each step; the ranker is that mean, which holds
+            less of the last lists' chance than the parameters themselves; 0: it is the parameters.
         validation: Share of the prompts that are held back.
         check_every: Steps between two looks at them.
         patience: Looks without a better order after which the fit ends.
@@ -69,17 +71,18 @@ class FitOptions:
         seed: Of everything that is drawn.
     """
 
-    loss: LossName = "plackett_luce"
+    loss: LossName = "pairwise"
     size: Size = "tiny"
     vocab_size: int = 0
-    steps: int = 1000
+    steps: int = 2000
     list_size: int = 48
     draws: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     weight_decay: float = 0.1
+    average: float = 0.99
     validation: float = 0.15
     check_every: int = 25
-    patience: int = 10
+    patience: int = 20
     seconds: float = math.inf
     seed: int = 0
 
@@ -96,6 +99,8 @@ class FitOptions:
             raise UserError(f"list_size = {self.list_size}: an order needs 2 prompts or more")
         if not 0.0 < self.validation < 0.9:
             raise UserError(f"validation = {self.validation}: a share between 0 and 0.9 is needed")
+        if not 0.0 <= self.average < 1.0:
+            raise UserError(f"average = {self.average}: a share from 0 to less than 1 is needed")
         for name in ("learning_rate", "seconds"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} = {getattr(self, name)}: a number above 0 is needed")
@@ -203,12 +208,18 @@ class _Draws:
             self._waiting += self._rng.permutation(len(self._prompts)).tolist()
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         rows = [self._prompts[index] for index in chosen]
-        picks = [self._rng.integers(len(row.lengths), size=self.options.draws).tolist() for row in rows]
+        picks = [self._answers(len(row.lengths)) for row in rows]
         observed = [[row.lengths[pick] for pick in drawn] for row, drawn in zip(rows, picks, strict=True)]
         cut = [[row.cut[pick] for pick in drawn] for row, drawn in zip(rows, picks, strict=True)]
         packed = pack([row.token_ids for row in rows], size, bucket(max(len(row.token_ids) for row in rows)))
         tokens = np.asarray(observed, np.float32).T / np.float32(self._unit)
         return _Lists(packed.tokens, packed.lengths, tokens, np.asarray(cut, bool).T)
+
+    def _answers(self, count: int) -> list[int]:
+        """Which of a prompt's answers are drawn: each once before any comes again."""
+        rounds = -(-self.options.draws // count)
+        picks = np.concatenate([self._rng.permutation(count) for _ in range(rounds)])
+        return picks[: self.options.draws].tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,12 +239,13 @@ def _train(
     """Steps until the order of the prompts held back gets no better, or the steps or the time are used up."""
     options, began = draws.options, time.monotonic()
     state = _first_state(options.weight_decay, params)
-    best = _Found(params, 0, -math.inf, 0, 0.0)
+    best, average = _Found(params, 0, -math.inf, 0, 0.0), params
     token_ids = [row.token_ids for row in held]
     losses: list[jax.Array] = []
     for step in range(1, options.steps + 1):
         rate, lists = _rate(options, step), draws.next()
         params, state, loss = _step(model, options.loss, options.weight_decay, rate, params, state, lists)
+        average = _averaged(np.float32(min(options.average, (step - 1) / (step + 9))), average, params)
         losses.append(loss)
         spent = time.monotonic() - began
         last = step == options.steps or spent > options.seconds
@@ -246,10 +258,10 @@ def _train(
                 f"step {step}: the loss is {mean}; lower the learning rate (now {options.learning_rate:g})"
             )
         order = concordance(
-            score_prompts(model, params, token_ids), [row.lengths for row in held], [row.cut for row in held]
+            score_prompts(model, average, token_ids), [row.lengths for row in held], [row.cut for row in held]
         )
         if order > best.concordance:
-            best = _Found(params, step, order, step, spent)
+            best = _Found(average, step, order, step, spent)
         report(
             f"step {step}/{options.steps}: loss {mean:.4f}, order of held-back answers {order:.4f} "
             f"(best {best.concordance:.4f} at step {best.step}), {spent:.0f} s"
@@ -275,6 +287,11 @@ def _optimizer(weight_decay: float) -> optax.GradientTransformation:
         optax.scale_by_adam(b2=0.98),
         optax.add_decayed_weights(weight_decay, mask=decayed),
     )
+
+
+@jax.jit
+def _averaged(kept: Float[Array, ""] | np.float32, average: Params, params: Params) -> Params:
+    return jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, average, params)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -22,7 +22,7 @@ from streamrl_jax.train.hf import save_params
 from .tiny import random_params, tiny_arch, tiny_model
 
 LIMIT = 400
-QUICK = FitOptions(steps=150, learning_rate=3e-3, check_every=25, patience=4, seed=1)
+QUICK = FitOptions(steps=150, learning_rate=3e-3, average=0.9, check_every=25, patience=4, seed=1)
 
 
 def expected_tokens(prompt: np.ndarray) -> float:
@@ -50,7 +50,7 @@ def learned() -> LengthRanker:
 def test_it_learns_a_rule_up_to_the_ceiling() -> None:
     held_out = observe(400, 99)
     samplings = pair_up(held_out, observe(400, 99, sampling=1), "the second")
-    ranker = {"ranker": learned().scores([row.token_ids for row in held_out])}
+    ranker = {"ranker": learned().scores([row.token_ids for row in samplings.rows])}
     for view in ("answers", "means"):
         line, _ = measure(samplings, ranker, view, draws=2)
         assert line.of_ceiling is not None and line.of_ceiling[-1].value > 0.95
@@ -163,6 +163,7 @@ def test_a_loss_that_is_no_number_ends_the_fit() -> None:
         {"learning_rate": 0.0},
         {"learning_rate": float("nan")},
         {"seconds": -1.0},
+        {"average": 1.0},
     ],
 )
 def test_settings_out_of_range_are_named(wrong: dict[str, float]) -> None:
