@@ -82,7 +82,7 @@ def _fit_options(parser: ArgumentParser) -> None:
         metavar="N",
         help="of one from scratch; default: what the file needs",
     )
-    parser.add_argument("--loss", choices=LOSSES, help="default: the one that did best, see docs/ranker.md")
+    parser.add_argument("--loss", choices=LOSSES, help="default: pairwise, which did best (docs/results.md)")
     parser.add_argument("--steps", type=count, metavar="N", help="at most so many")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
     parser.add_argument("--validation", type=float, metavar="SHARE", help="of the prompts that are held back")

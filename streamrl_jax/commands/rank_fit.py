@@ -26,7 +26,7 @@ _VIEWS: Final[Mapping[View, str]] = {
     "answers": "single answers, as in the paper",
     "means": "means of a prompt's answers",
 }
-_WIDTH: Final = 140  # of the tables, in a log too
+_WIDTH: Final = 170  # of the tables, in a log too
 _ROUNDS: Final = 3  # timings of the scoring, of which the quickest counts
 
 
