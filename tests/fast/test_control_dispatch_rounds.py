@@ -11,12 +11,14 @@ import pytest
 
 from streamrl_jax.config_ranker import Policy
 from streamrl_jax.control.dispatching import DispatchSettings
-from streamrl_jax.control.jobs import Job
+from streamrl_jax.control.events import EventKind
+from streamrl_jax.control.jobs import Job, members
 from streamrl_jax.gen.protocol import Delta
 from streamrl_jax.types import Assignment, Prompt, Sampling, Timings
 from tests.fakes import FakeEngine
 
 from .control_world import FACADE, FACADES, SETTINGS, World, running
+from .test_control_elastic import add, drain
 
 SHORT, LONG = 8, 60
 LENGTHS = [SHORT] * 48 + [LONG] * 2
@@ -90,11 +92,12 @@ def test_a_long_tail_takes_fewer_rounds_when_it_is_foreseen(
             ("nothing foreseen", None, None), ("arrival", foreseen, "arrival"), ("lpt", foreseen, None),
             ("paper", foreseen, "paper"), ("skewness", foreseen, "skewness"),
         ]  # fmt: skip
-        for number, (name, predicted, policy) in enumerate(asked):
+        for number, (name, predicted, policy) in enumerate(asked * 2):
             job, before = long_tailed(predicted, number, policy), clock.rounds
             run.controller.submit(job)
             samples = list(run.controller.samples(job.job_id, 30))
-            rounds[name] = clock.rounds - before
+            # A busy machine makes the controller late, which costs rounds, and never saves any.
+            rounds[name] = min(rounds.get(name, clock.rounds), clock.rounds - before)
             assert sorted(len(sample.generation.token_ids) for sample in samples) == sorted(LENGTHS)
         told = {one.job_id: one for one in run.controller.dispatched()}
     assert [told[f"train/{number}"].policy for number in range(5)] == [
@@ -109,3 +112,24 @@ def test_a_long_tail_takes_fewer_rounds_when_it_is_foreseen(
     print(f"{face}: {rounds}, at least {best:g}")
     for name in ("lpt", "paper", "skewness"):
         assert best <= rounds[name] < 0.8 * min(rounds["arrival"], rounds["nothing foreseen"])
+
+
+def test_instances_join_and_leave_in_the_middle_of_a_plan() -> None:
+    """One of two is drained, a third comes: the line of the first goes to the others, and every sample comes once."""
+    clock = Clock()
+    world = World(("a", "b"), engine=lambda name, life: TickingEngine(clock=clock))
+    foreseen = [float(tokens) for tokens in LENGTHS]
+    with running(world, replace(SETTINGS, dispatch=DispatchSettings("paper"))) as run:
+        job = long_tailed(foreseen, 0)
+        run.controller.submit(job)
+        source = run.controller.samples(job.job_id, 30)
+        first = next(source)
+        add(run, "new")
+        gone = first.generation.instance
+        drain(run, gone)
+        samples = [first, *source]
+        assert sorted(sample.sample_id for sample in samples) == sorted(one.sample_id for one in members(job))
+        run.wait_for(lambda: run.seen(EventKind.GONE, gone))
+        (told,) = run.controller.dispatched()
+        assert told.in_lines and told.steals > 0
+        assert {sample.generation.instance for sample in samples} >= {"a", "b", "new"}

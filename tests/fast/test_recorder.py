@@ -8,8 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from streamrl_jax.control.dispatched import Dispatched
 from streamrl_jax.control.events import Activity, InstanceView
-from streamrl_jax.train.recorder import extras_metrics, generator_metrics, staleness_metrics
+from streamrl_jax.metric_names import undeclared
+from streamrl_jax.metrics import Missing, Value
+from streamrl_jax.train.recorder import dispatch_metrics, extras_metrics, generator_metrics, staleness_metrics
 from streamrl_jax.train.report import overlap_metrics
 from streamrl_jax.types import FinishReason, Generation, InstanceState, Prompt, Sample, VersionRun
 
@@ -53,6 +56,26 @@ def test_idle_shares_and_speeds_are_those_of_the_step() -> None:
         "perf/gen_tokens_per_s": 110.0,
     }
     assert generator_metrics({}, [], seconds=4.0) == {"perf/gen_tokens_per_s": 0.0}
+
+
+def test_an_iteration_tells_how_it_was_dispatched_as_far_as_it_was() -> None:
+    def told(job: Dispatched) -> dict[str, Value | None]:
+        return dispatch_metrics(
+            [replace(job, job_id="train/4", actual_s=9.0), job, replace(job, job_id="eval/5")], 5
+        )
+
+    arrival = Dispatched("train/5", "arrival", 64, 0.0, 3.0, False, 0, 0)
+    assert told(arrival) == {"dispatch/actual_s": 3.0}
+    shared = told(replace(arrival, policy="lpt"))
+    assert isinstance(shared.pop("dispatch/planned_s"), Missing)
+    assert shared == {"dispatch/actual_s": 3.0, "dispatch/in_lines": 0.0}
+    lines = replace(arrival, policy="skewness", planned_s=2.5, in_lines=True, steals=4, as_planned=48)
+    assert told(lines) == {
+        "dispatch/actual_s": 3.0, "dispatch/planned_s": 2.5, "dispatch/in_lines": 1.0, "dispatch/steals": 4.0,
+        "dispatch/as_planned": 0.75,
+    }  # fmt: skip
+    assert dispatch_metrics([], 5) == {}
+    assert not undeclared(told(lines))
 
 
 @pytest.mark.parametrize(("last", "share"), [(0.0, 0.0), (2.5, 0.5), (9.0, 1.0)])
