@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -10,6 +12,7 @@ import grpc
 from streamrl_jax.types import Fence
 
 _KEY: Final = "streamrl-fence"
+_WRITES_S: Final = 10.0  # for what a refused caller is still sending
 _CALLS: Final = "/streamrl.v1.RunControl/"
 
 
@@ -45,13 +48,21 @@ class FenceInterceptor(grpc.aio.ServerInterceptor):
             return handler
 
         async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            if handler.request_streaming and not handler.response_streaming:
+                # A client that is cut off while it writes reports an error of its own in place of the refusal.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_WRITES_S):
+                        async for _ in requests:
+                            pass
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this controller is of the run {self._fence} (run id, life), and the caller of {given}: it belongs to "
                 "another run, or to a life of this one that is over",
             )
 
-        return grpc.stream_unary_rpc_method_handler(refuse)  # it takes a stream: so no message is read
+        return grpc.stream_unary_rpc_method_handler(
+            refuse
+        )  # it takes a stream: so no message is read as such
 
 
 def _written(fence: Fence) -> str:
