@@ -14,6 +14,7 @@ from jaxtyping import Float, Float32, Float64
 
 from streamrl_jax.errors import UserError
 
+_LONGEST: Final = np.iinfo(np.int32).max
 _ORDER: Final = 1e-3
 """Share of the range of lengths that keeps the scores' order where the regression is flat (10 tokens of 10,000)."""
 
@@ -81,6 +82,8 @@ class Calibration:
         """
         try:
             scores, tokens = (np.asarray(fields[name], np.float64) for name in ("scores", "tokens"))
+            if scores.ndim != 1 or not ((tokens >= 1) & (tokens <= _LONGEST)).all():
+                raise ValueError(f"two lists are needed, the lengths from 1 to {_LONGEST} tokens")
             return cls(scores, tokens)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(

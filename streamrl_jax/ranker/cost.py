@@ -31,6 +31,8 @@ Seconds = Float[np.ndarray, "..."]
 Batches = Int64[np.ndarray, "..."]
 Numbers = float | np.ndarray
 
+_MANY: Final = 10**9  # sequences or tokens, more than any instance holds
+_ENDLESS_S: Final = 1e12  # no profile comes near; sums of such seconds are still finite
 FORMAT: Final = 1
 """Of a profile's file."""
 
@@ -185,9 +187,18 @@ class TokenLatency:
         parts = Part(data, where)
         batch, prefill = (_ramp(parts.part(name)) for name in ("batch", "prefill"))
         try:
-            return cls(batch, parts.number("kv_token_s"), prefill)
+            cost = cls(batch, parts.number("kv_token_s"), prefill)
         except ValueError as error:
             raise UserError(f"{where}: {error}; write the file anew with `streamrl plan profile`") from error
+        with np.errstate(over="ignore"):
+            quickest, slowest = float(cost.step_s(1, 1)), float(cost.step_s(_MANY, _MANY))
+            ends = slowest < _ENDLESS_S and float(cost.prefill_s(_MANY)) < _ENDLESS_S
+        if not (quickest > 0.0 and ends):
+            raise UserError(
+                f"{where}: a step takes from {quickest:g} s to {slowest:g} s: it must take time, and end; write "
+                "the file anew with `streamrl plan profile`"
+            )
+        return cost
 
 
 FLAT: Final = TokenLatency(Ramp(1.0, (1.0,), (0.0,)), 0.0, Ramp(0.0, (0.0,), (0.0,)))
@@ -337,7 +348,7 @@ def read_cost(path: Path) -> Profile:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); `streamrl plan profile` writes a cost profile"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
         raise UserError(
             f"{path}: is no JSON ({error}); `streamrl plan profile` writes a cost profile"
         ) from error

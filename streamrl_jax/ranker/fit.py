@@ -45,6 +45,8 @@ from streamrl_jax.train.models import Model, Params
 from streamrl_jax.train.optim import decayed
 
 FEWEST_PROMPTS: Final = 16
+LARGEST_VOCABULARY: Final = 2**22
+"""Of a ranker from scratch: above any tokenizer's; a damaged token id would ask for as many rows of an embedding."""
 
 Report = Callable[[str], None]
 
@@ -97,6 +99,12 @@ class FitOptions:
                 raise UserError(f"{name} = {getattr(self, name)}: 1 or more is needed")
         if self.list_size < 2:
             raise UserError(f"list_size = {self.list_size}: an order needs 2 prompts or more")
+        if not 0 <= self.vocab_size <= LARGEST_VOCABULARY:
+            raise UserError(
+                f"vocab_size = {self.vocab_size}: a number from 0 to {LARGEST_VOCABULARY} is needed"
+            )
+        if self.seed < 0:
+            raise UserError(f"seed = {self.seed}: 0 or more is needed")
         if not 0.0 < self.validation < 0.9:
             raise UserError(f"validation = {self.validation}: a share between 0 and 0.9 is needed")
         if not 0.0 <= self.average < 1.0:
@@ -337,6 +345,11 @@ def _starting_point(
         params["value_head"]["bias"] = jnp.zeros_like(params["value_head"]["bias"])
         return model, params
     needed = 1 + max(int(row.token_ids.max()) for row in prompts)
+    if needed > LARGEST_VOCABULARY:
+        raise UserError(
+            f"a prompt has the token id {needed - 1}, above any vocabulary (at most {LARGEST_VOCABULARY} tokens); "
+            "collect the lengths again with streamrl rank collect"
+        )
     model = ranker_model(scratch_arch(options.size, options.vocab_size or needed), device)
     return model, _fresh_params(model, options.seed)
 

@@ -162,7 +162,7 @@ def _observed(row: Mapping[str, Any]) -> ObservedLengths:
 def _parse(line: bytes, where: str) -> ObservedLengths:
     try:
         fields = json.loads(line)
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8; nested too deeply
         raise UserError(
             f"{where}: no valid JSON ({error}); the file was cut short or edited: {_REMEDY}"
         ) from error

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,10 @@ class LengthRanker:
         record = _read_record(directory)
         calibration = Calibration.from_json(record["calibration"], str(directory / RANKER_FILE))
         model = ranker_model(read_arch(directory, critic=True), device)
-        return cls(model, load_params(directory, model), calibration, record["conditions"], directory)
+        params = load_params(directory, model)
+        if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
+            raise UserError(f"{directory}: the ranker's weights hold NaN or infinity; fit the ranker again")
+        return cls(model, params, calibration, record["conditions"], directory)
 
 
 def ranker_model(arch: Arch, device: jax.Device | None = None) -> Model:  # pyright: ignore[reportInvalidTypeForm]
@@ -210,10 +214,18 @@ def refuse_used(directory: Path) -> None:
     """Says that a ranker cannot be written to a directory; before minutes go into the fit, too.
 
     Raises:
-        UserError: It holds something.
+        UserError: It holds something, or cannot be made.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists already; give a new directory for the ranker, or remove it")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{directory}: the ranker cannot be written ({error.strerror}); give another directory"
+        ) from error
 
 
 def check_prompts(token_ids: Sequence[TokenIds], arch: Arch) -> None:
@@ -329,7 +341,7 @@ def _read_record(directory: Path) -> dict[str, Any]:
         )
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fit the ranker again") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else record

@@ -99,6 +99,7 @@ def test_a_faulty_row_is_told_by_file_line_and_field(
         (b"[1]", "line 1: a JSON object is needed, found list"),
         (as_line(row("0", [4], 1)).encode()[:-20], "line 1: no valid JSON .* cut short"),
         (b'{"prompt": "\xff"}', "line 1: no valid JSON"),
+        (b"[" * 100_000, "line 1: no valid JSON"),
     ],
 )
 def test_a_damaged_file_is_told_by_name(content: bytes, told: str, tmp_path: Path) -> None:

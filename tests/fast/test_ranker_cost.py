@@ -252,6 +252,11 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
             lambda data: data["points"][2].update(batch=1.5),
             r"points\[2\]: field 'batch' is 1.5: a whole number",
         ),
+        (lambda data: data["cost"].update(kv_token_s=1e300), ": it must take time, and end"),
+        (
+            lambda data: data["cost"].update(batch={"start": 0, "knots": [1], "slopes": [0]}, kv_token_s=0),
+            "a step takes from 0 s to 0 s: it must take time",
+        ),
         (lambda data: data.update(held_out=[]), r"field 'held_out' is \[\]: an object"),
     ],
 )
@@ -267,7 +272,13 @@ def test_a_bad_file_is_refused_by_file_field_and_value(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "cannot be read"), ("{", "is no JSON"), ("[]", "an object is needed")]
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "an object is needed"),
+    ],
 )
 def test_a_file_that_is_no_profile_is_refused_by_name(text: str | None, said: str, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"

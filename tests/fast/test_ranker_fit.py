@@ -164,9 +164,20 @@ def test_a_loss_that_is_no_number_ends_the_fit() -> None:
         {"learning_rate": float("nan")},
         {"seconds": -1.0},
         {"average": 1.0},
+        {"seed": -1},
+        {"vocab_size": 10**11},
     ],
 )
 def test_settings_out_of_range_are_named(wrong: dict[str, float]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(UserError, match=f"{name} = {value}"):
         FitOptions(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_token_id_above_any_vocabulary_is_refused() -> None:
+    rows = [
+        ObservedLengths(str(index), np.array([2**31 - 1 - index], np.int32), (1 + index, 2), (False, False))
+        for index in range(40)
+    ]
+    with pytest.raises(UserError, match="a prompt has the token id 2147483647, above any vocabulary"):
+        fit_ranker(rows, FitOptions(steps=1))

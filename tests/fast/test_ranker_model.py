@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,12 @@ def broken(directory: Path, **changes: object) -> None:
         (lambda d: broken(d, format=9), "field 'format' is 9, this version reads 1"),
         (lambda d: broken(d, conditions=None), "field 'conditions' is None"),
         (lambda d: broken(d, calibration={"scores": [1.0]}), "field 'calibration' is damaged"),
+        (lambda d: broken(d, calibration={"scores": [[1.0]], "tokens": [[2.0]]}), "two lists are needed"),
+        (
+            lambda d: broken(d, calibration={"scores": [1.0], "tokens": [1e300]}),
+            "from 1 to 2147483647 tokens",
+        ),
+        (lambda d: (d / RANKER_FILE).write_text("[" * 100_000), r"ranker\.json: cannot be read"),
         (lambda d: (d / "model.safetensors").unlink(), r"neither model\.safetensors nor"),
         (lambda d: (d / "config.json").unlink(), r"no config\.json"),
         (lambda d: (d / "config.json").write_text(json.dumps(hf_config(hidden_size=64))), "do not fit"),
@@ -142,6 +149,22 @@ def test_a_damaged_directory_is_refused_by_name(damage: Any, said: str, tmp_path
     damage(tmp_path / "ranker")
     with pytest.raises(UserError, match=said):
         LengthRanker.load(tmp_path / "ranker")
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    ranker = random_ranker()
+    params = jax.tree.map(lambda leaf: leaf * np.nan, ranker.params)
+    replace(ranker, params=params).save(tmp_path / "ranker")
+    with pytest.raises(UserError, match="weights hold NaN or infinity; fit the ranker again"):
+        LengthRanker.load(tmp_path / "ranker")
+
+
+def test_a_place_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"file/ranker: the ranker cannot be written .*give another directory"
+    ):
+        random_ranker().save(tmp_path / "file" / "ranker")
 
 
 def test_a_directory_in_use_is_not_written_over(tmp_path: Path) -> None:
