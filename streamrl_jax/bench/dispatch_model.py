@@ -1,6 +1,6 @@
 """The cost model's side of `streamrl bench dispatch`: the same rounds in simulated time, and pools that are not here.
 
-Each job is arranged by the very function that the controller calls, and played by `plan.generation`.
+Each job is arranged by the very function that the controller calls (`plan.dispatched`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from streamrl_jax.bench.dispatch_draws import POLICIES, Draw, Material, Policy, draw, order
 from streamrl_jax.bench.dispatch_rounds import Size, job_of
-from streamrl_jax.control.dispatching import DispatchSettings, Ready, arrange
+from streamrl_jax.control.dispatching import DispatchSettings
 from streamrl_jax.control.events import InstanceView
-from streamrl_jax.control.jobs import Job
-from streamrl_jax.control.lines import LinePlan
-from streamrl_jax.plan.generation import Conditions, Outcome, Stage, run_plan, run_pulled
+from streamrl_jax.plan.dispatched import run_job
+from streamrl_jax.plan.generation import Conditions, Outcome
 from streamrl_jax.ranker.cost import FLAT
-from streamrl_jax.ranker.dispatch import Plan, Server
+from streamrl_jax.ranker.dispatch import Server
 from streamrl_jax.types import Sampling
 
 _UNBOUNDED: Final = 1 << 50
@@ -114,33 +111,8 @@ class Model:
     def _play(self, policy: Policy, work: Draw, material: Material) -> Foretold:
         met = order(policy, work, material)
         job = job_of("model", policy, met, material, Sampling(1.0, 1, (), evaluation=True))
-        ready = [Ready(one.name, one.slots, one.kv_tokens) for one in self.servers]
-        arranged = arrange(job, self.settings, ready, ())
-        stage = _stage(job, met.lengths, 1)
-        if arranged.lines is not None:
-            stage = _stage(job, met.lengths, job.n // arranged.lines.answers)
-            outcome = run_plan(stage, _plan(arranged.lines, self.servers), self.servers, self.conditions)
-        else:
-            outcome = run_pulled(
-                stage, "arrival" if arranged.order is None else "lpt", self.servers, self.conditions
-            )
-        return self._told(outcome)
+        return self._told(run_job(job, met.lengths, self.settings, self.servers, self.conditions))
 
     def _told(self, outcome: Outcome) -> Foretold:
         steps = {server.name: int(count) for server, count in zip(self.servers, outcome.steps, strict=True)}
         return Foretold(outcome.makespan_s, steps)
-
-
-def _stage(job: Job, lengths: np.ndarray, units: int) -> Stage:
-    """The work of a job, each prompt's answers in so many units."""
-    prompts = np.asarray([len(prompt.token_ids) for prompt in job.prompts], np.int64)
-    known = np.ones(len(prompts)) if job.predicted is None else np.asarray(job.predicted, np.float64)
-    lengths = lengths.reshape(len(prompts) * units, -1).astype(np.int64)
-    return Stage(lengths, np.repeat(prompts, units), np.repeat(known, units))
-
-
-def _plan(lines: LinePlan, servers: Sequence[Server]) -> Plan:
-    """A controller's lines as the plan that they were made of."""
-    batch = [lines.caps.get(server.name, server.slots) for server in servers]
-    instance, rank = (np.asarray(values, np.int32) for values in (lines.seat, lines.rank))
-    return Plan(instance, rank, np.asarray(batch, np.int32), 0.0)

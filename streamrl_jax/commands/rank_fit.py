@@ -13,6 +13,9 @@ from jaxtyping import Float32, Float64
 from rich.console import Console
 from rich.table import Table
 
+from streamrl_jax.control.dispatching import DispatchSettings
+from streamrl_jax.control.jobs import Job
+from streamrl_jax.plan.dispatched import run_job
 from streamrl_jax.ranker.cost import FLAT, read_cost
 from streamrl_jax.ranker.fit import FitOptions, fit_ranker
 from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths
@@ -20,6 +23,7 @@ from streamrl_jax.ranker.measure import SHARES, Line, Samplings, View, history_o
 from streamrl_jax.ranker.metrics import Interval
 from streamrl_jax.ranker.model import LengthRanker, refuse_used
 from streamrl_jax.ranker.plans import Server
+from streamrl_jax.types import Prompt, Sampling
 
 SERVERS: Final = (2, 8, 32)
 _VIEWS: Final[Mapping[View, str]] = {
@@ -117,27 +121,25 @@ def makespans(
     servers: Sequence[Server],
     seed: int = 0,
 ) -> float:
-    """The simulated seconds that the first sampling's answers take (`plan.generation`).
+    """The simulated seconds that the first sampling's answers take, dispatched as the controller would.
 
     Args:
-        samplings: The work.
-        predicted: Expected tokens of an answer, that skewness-aware dispatch plans with; None: the prompts go out in a
-            random order to whichever instance has room.
-        servers: The instances.
+        samplings: The work; its prompts come in a random order.
+        predicted: Expected tokens of an answer, that skewness-aware dispatch plans with; None: nothing is known, and
+            each answer goes to whichever instance has room.
+        servers: The instances, of equal cost.
         seed: Of the random order.
     """
-    from streamrl_jax.plan.generation import Stage, run_plan, run_pulled
-    from streamrl_jax.ranker.skewness import plan_skewness
-
     order = np.random.default_rng(seed).permutation(len(samplings.rows))
     lengths = samplings.first[order].astype(np.int64)
-    tokens = np.array([len(samplings.rows[row].token_ids) for row in order.tolist()], np.int64)
-    if predicted is None:
-        stage = Stage(lengths, tokens, np.full(len(order), samplings.first.mean()))
-        return run_pulled(stage, "arrival", servers).makespan_s
-    expected = np.maximum(predicted[order], 1.0)
-    plan = plan_skewness(expected, lengths.shape[1], servers, tokens)
-    return run_plan(Stage(lengths, tokens, expected), plan, servers).makespan_s
+    prompts = [
+        Prompt(row.prompt_id, row.token_ids, {}) for row in (samplings.rows[at] for at in order.tolist())
+    ]
+    sampling = Sampling(temperature=1.0, max_new_tokens=int(lengths.max()), stop_token_ids=())
+    expected = None if predicted is None else np.maximum(predicted[order], 1.0).tolist()
+    job = Job("eval/0", prompts, lengths.shape[1], sampling, 0, 0, evaluation=True, predicted=expected)
+    settings = DispatchSettings("skewness", cost=servers[0].cost)
+    return run_job(job, lengths, settings, servers).makespan_s
 
 
 def _timed_lengths(
@@ -202,7 +204,7 @@ def _makespan_table(
         cells = [f"{value:,.6g}" for value in (random, *found, oracle)]
         table.add_row(str(count), str(slots), *cells, f"{found[0] / oracle - 1:+.1%}")
     table.caption = (
-        "random: first come, first served; the others: skewness-aware; oracle: the prompts' true means"
+        "as in a run; random: first come, first served; others: skewness; oracle: the prompts' true means"
     )
     return table
 

@@ -306,11 +306,9 @@ class OnlineForecast:
     ) -> Sequence[ObservedLengths]:
         """Takes in an iteration; what a refresh is to learn from, where one is due."""
         known = self._known
-        with self._lock:
+        with self._lock:  # at once, so that nobody predicts from answers whose lengths are not judged yet
             known.take_in(rows, iteration)
-        tail = known.has_tail
-        with self._lock:
-            self._tail = tail
+            self._tail = tail = known.has_tail
             self._due += refresh
         return list(known.recent) if refresh and tail else []
 
