@@ -174,9 +174,7 @@ def test_bad_input_is_told_by_name(world: Path, tmp_path: Path, capsys: pytest.C
     taken.write_text("")
     (tmp_path / "file").write_text("")
     assert "taken.jsonl exists already" in told(capsys, config, "--out", taken)
-    assert "cannot be written: File exists" in told(
-        capsys, config, "--out", tmp_path / "file" / "a.jsonl"
-    )
+    assert "cannot be written: File exists" in told(capsys, config, "--out", tmp_path / "file" / "a.jsonl")
     assert "A configuration file is needed" in told(capsys, "--out", new)
     assert "data.test is empty" in told(capsys, config, "data.test=", "--split", "test", "--out", new)
     assert "no recorded samples" in told(capsys, "--run", tmp_path, "--out", new)
