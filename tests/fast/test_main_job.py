@@ -235,7 +235,7 @@ def test_an_evaluation_alone_finds_what_the_run_found(sync: Job) -> None:
 
 
 def test_every_metric_is_declared_and_every_declared_one_is_emitted(sync: Job, stale: Job) -> None:
-    """The table of `docs/metrics.md` is what a run writes. Those of the warm start, the ranker and dispatch are tested with them."""
+    """The table of `docs/metrics.md` is what a run writes; the warm start, the ranker and dispatch have own tests."""
     emitted = {name for job in (sync, stale) for line in metrics_of(job.path) for name in line.metrics}
     assert undeclared(emitted) == []
     silent = {name for name in METRICS if not any(fnmatchcase(one, name) for one in emitted)}
