@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float64, Int
 
 from streamrl_jax.control.placing import Placement, Waiting
-from streamrl_jax.ranker.steal import Line, steal
+from streamrl_jax.ranker.steal import Line, take_over
 
 Units = Int[np.ndarray, " units"]
 Tokens = Float64[np.ndarray, " units"]
@@ -244,13 +244,13 @@ class Lines:
     def _take_over(self, thief: _Line) -> None:
         """Moves a unit, or the rest of one, to a line in which nothing waits.
 
-        It comes from the line that ends last. Which one it is, `ranker.steal` says; where that would leave all of them
-        there, since the thief would not end one earlier, the longest: whoever has room may not idle, and predictions
-        err.
+        It comes from the line that ends last; which one it is, `ranker.steal.take_over` says. Of a line that nobody
+        works on it is the longest.
         """
         victim = self._last_to_end()
-        theft = steal([self._seen(thief), self._seen(victim)], 0) if not victim.abandoned else None
-        self._move(victim, thief, theft.place if theft is not None else 0)
+        begun = victim.first == len(victim.units)  # all that waits is the rest of a unit
+        place = 0 if begun or victim.abandoned else take_over(self._seen(thief), self._seen(victim))
+        self._move(victim, thief, place)
 
     def _move(self, victim: _Line, thief: _Line, place: int) -> None:
         """Makes a waiting unit of one line the next of another, of which none has been begun; where none waits, the

@@ -2,7 +2,7 @@
 
 The instances (`engine_model`) get their answers in one of two ways: by a plan, each from its own line, or *pulled* from
 one queue that all share, in the order of arrival or the longest first. Predictions steer, true lengths happen. An
-instance whose line is empty takes from another's by `ranker.steal`, the function that the controller calls.
+instance whose line is empty takes from the line that ends last by `ranker.steal.take_over`, as the controller does.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from streamrl_jax.plan.engine_model import Answer, Engine
 from streamrl_jax.ranker.plans import Plan, Server, checked_work, lines_of
-from streamrl_jax.ranker.steal import Line, steal
-
-_PATIENCE: Final = 500
-"""Steps after which an instance that found nothing to take asks again: what it was refused may help by then."""
+from streamrl_jax.ranker.steal import Line, take_over
 
 Order = Literal["arrival", "lpt"]
 
@@ -206,12 +203,8 @@ class _Lines:
         self._lines, self._engines = lines, engines
         self._step_s = [float(engine.server.cost.ptl(engine.batch, context)) for engine in engines]
         self._least_s = [float(engine.server.cost.ptl(1, context)) for engine in engines]
-        self._asks_again = [0.0] * len(engines)
         self._waiting = sum(len(line.groups) for line in lines)
         self.stolen = 0
-
-    def __bool__(self) -> bool:
-        return self._waiting > 0
 
     def first(self, capacity: Sequence[int]) -> list[tuple[int, Answer]]:
         """What goes out at the start."""
@@ -227,13 +220,13 @@ class _Lines:
     def next(self, index: int, now: float, stealing: bool) -> Answer | None:
         """The next answer for an instance; None: nothing for it."""
         answer = self._own(index)
-        if answer is None and stealing and self._waiting and now >= self._asks_again[index]:
-            theft = steal([self._seen(at, now, at == index) for at in range(len(self._lines))], index)
-            if theft is not None:
-                self._lines[index].append(self._lines[theft.victim].remove(theft.place))
-                self.stolen += 1
-                return self._own(index)
-            self._asks_again[index] = now + _PATIENCE * self._step_s[index]
+        if answer is None and stealing and self._waiting:
+            seen = {at: self._seen(at, now) for at, line in enumerate(self._lines) if line.groups}
+            latest = max(seen, key=lambda at: seen[at].ends_s)
+            place = take_over(self._seen(index, now), seen[latest])
+            self._lines[index].append(self._lines[latest].remove(place))
+            self.stolen += 1
+            answer = self._own(index)
         return answer
 
     def _own(self, index: int) -> Answer | None:
@@ -245,7 +238,7 @@ class _Lines:
         self._waiting -= before - len(line.groups)
         return answer
 
-    def _seen(self, index: int, now: float, thief: bool) -> Line:
+    def _seen(self, index: int, now: float) -> Line:
         line, engine = self._lines[index], self._engines[index]
         return Line(
             self._step_s[index],
@@ -255,7 +248,7 @@ class _Lines:
             line.answers,
             max(0.0, line.tokens),
             engine.running,
-            engine.longest() if thief else 0.0,  # a line with answers waiting ends with them
+            engine.longest() if not line.groups else 0.0,  # a line with answers waiting ends with them
             self._least_s[index],
         )
 
@@ -266,9 +259,6 @@ class _Queue:
     def __init__(self, groups: deque[list[Answer]]) -> None:
         self._groups = groups
         self.stolen = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
 
     def first(self, capacity: Sequence[int]) -> list[tuple[int, Answer]]:
         """What goes out at the start: a group to the emptiest instance, and on to the next one when that is full."""
@@ -307,7 +297,6 @@ class _Run:
         self._ended = np.zeros(stage.lengths.shape)
         self._finish = np.zeros(len(engines))
         self._coming = [0] * len(engines)  # answers under way to an instance
-        self._idle: set[int] = set()  # nothing to do, and nothing under way
         self._turn = [0] * len(engines)  # of its events, the one that counts
         self._events: list[tuple[float, int, int, list[Answer] | None]] = []
         self._pushed = 0
@@ -324,8 +313,6 @@ class _Run:
             if arriving is None and turn != self._turn[index]:
                 continue
             self._happen(index, now, arriving)
-            if self._source and self._conditions.stealing:
-                self._wake(now)
         return self._result()
 
     def _happen(self, index: int, now: float, arriving: list[Answer] | None) -> None:
@@ -351,19 +338,9 @@ class _Run:
             self._coming[index] += len(taken)
             self._push(now + self._conditions.refill_s, index, taken)
         engine.admit()
-        if engine.held or self._coming[index]:
-            self._idle.discard(index)
-        else:
-            self._idle.add(index)
         self._turn[index] += 1
         if (at := engine.next_s()) < math.inf:
             self._push(at, index, None)
-
-    def _wake(self, now: float) -> None:
-        """Lets the first instance that has nothing to do ask again: what it was refused may help by now."""
-        if self._idle:
-            index = min(self._idle)
-            self._refill(index, max(now, self._engines[index].clock))
 
     def _push(self, at: float, index: int, arriving: list[Answer] | None) -> None:
         # An answer that comes in has a turn of its own: it stays valid whatever happens before.

@@ -26,7 +26,7 @@ from streamrl_jax.ranker.plans import (
     predicted_seconds,
 )
 from streamrl_jax.ranker.skewness import plan_skewness
-from streamrl_jax.ranker.steal import Line, Theft, steal
+from streamrl_jax.ranker.steal import Line, Theft, steal, take_over
 
 __all__ = [
     "Line",
@@ -43,6 +43,7 @@ __all__ = [
     "predicted_seconds",
     "shares_prefix",
     "steal",
+    "take_over",
 ]
 
 _EVENS_OUT: Final = 64

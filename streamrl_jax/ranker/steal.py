@@ -62,7 +62,7 @@ class Theft:
 
 
 def steal(lines: Sequence[Line], thief: int) -> Theft | None:
-    """The group that an instance with nothing left in its line takes next.
+    """The group that an instance with nothing left in its line takes to end all of it sooner.
 
     The victim is the line that ends last, the first of equals; it gives the longest waiting group with which the thief,
     its own running answers included, ends before the victim would have. If it has none, the line that ends next to
@@ -92,3 +92,20 @@ def steal(lines: Sequence[Line], thief: int) -> Theft | None:
         if place < len(waiting):
             return Theft(victim, place)
     return None
+
+
+def take_over(thief: Line, latest: Line) -> int:
+    """Which group an instance with nothing left in its line takes from the line that ends last.
+
+    Whoever has room does not idle while anything waits: predictions err, and an answer that has begun ends sooner than
+    one that has not. So where nothing would help by the predictions (`steal`), it is the longest group.
+
+    Args:
+        thief: Has free slots and nothing waiting.
+        latest: The line that ends last, of those in which something waits.
+
+    Returns:
+        The group's index in ``latest.waiting``.
+    """
+    theft = steal([thief, latest], 0)
+    return theft.place if theft is not None else 0
