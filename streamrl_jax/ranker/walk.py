@@ -11,7 +11,8 @@ since j of them run while the (j + 1)-th has ended and the j-th has not. The fir
 for its length, each further one only what it adds: so long answers share an instance, with few beside them, and the
 next instance takes more of the shorter ones: as many classes as the lengths ask for. The first instance whose slots (or
 KV cache) are full before T is where the walk ends: it and those after it have time for more than one answer a slot,
-none of them is held up by a single answer, and the rest is spread over them by longest processing time first.
+none of them is held up by a single answer, and the rest is spread over them by longest processing time first. Where
+that would not end by T, it is given the one fill of its slots, and the walk goes on behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from jaxtyping import Float64, Int, Int32
+from jaxtyping import Float64, Int32
 
 from streamrl_jax.ranker.balance import assign_lpt
 from streamrl_jax.ranker.cost import TokenLatency
@@ -53,11 +54,13 @@ class Walk:
         self._work, self._servers, self._limit = work, servers, max(limit, float(work.lengths[0]))
         self._slots = np.array([server.slots for server in servers], np.float64)
         single = {server.cost: float(server.cost.ptl(1, 0)) for server in servers}
-        self._turn = sorted(range(len(servers)), key=lambda index: single[servers[index].cost])
+        turn = sorted(range(len(servers)), key=lambda index: single[servers[index].cost])
+        self._turn = np.array(turn, np.int32)
         kinds = {(server.cost, server.slots) for server in servers}
         self._kinds = {(cost, slots): _kind(cost, slots, work) for cost, slots in kinds}
         self._base = np.array([single[server.cost] for server in servers])
         self._token_s = full_token_s(work, servers)
+        self._before = np.append(0.0, np.cumsum(work.lengths))  # tokens of the groups before each
 
     def least(self, bound_s: float, classes: int, reach: float) -> tuple[int, ...] | None:
         """The shares with which all end earliest.
@@ -81,10 +84,10 @@ class Walk:
 
     def takes(self, end_s: float, classes: int, reach: float) -> tuple[int, ...] | None:
         """How many groups each server in turn takes to end at a time; None: they do not all end by then."""
-        lengths, n = self._work.lengths, self._work.n
+        lengths = self._work.lengths
         taken: list[int] = []
         start = 0
-        for index in self._turn[:classes]:
+        for index in self._turn[:classes].tolist():
             server = self._servers[index]
             kind = self._kinds[server.cost, server.slots]
             places = self._places(server, kind, start)
@@ -94,30 +97,34 @@ class Walk:
             fit = int(np.searchsorted(ends, end_s - beyond * kind.steps[0], side="right"))
             if not fit:
                 return None
-            if fit == places and start + places < lengths.size:
-                break
+            full = fit == places and start + places < lengths.size
+            if full and self._fits_rest(end_s, len(taken), start, reach):
+                return tuple(taken)
+            # If it is full: spread over all that are left, the long ones among these hold too much up. It takes one
+            # fill of its slots, and the walk goes on.
             taken.append(fit)
             start += fit
             if start == lengths.size:
                 return tuple(taken)
-        left = self._turn[len(taken) :]
-        room = self._rest_tokens(end_s, np.asarray(left, np.int64), min(self._limit, reach * lengths[start]))
-        return tuple(taken) if float(lengths[start:].sum()) * n <= room else None
+        return tuple(taken) if self._fits_rest(end_s, len(taken), start, reach) else None
 
-    def _rest_tokens(self, end_s: float, left: Int[np.ndarray, " left"], longest: float) -> float:
-        """Tokens that the servers which are not filled one by one have time for, if each ends one such answer, too."""
+    def _fits_rest(self, end_s: float, filled: int, start: int, reach: float) -> bool:
+        """Whether the groups from `start` on, spread over the servers after the `filled` first ones, end by then."""
+        left = self._turn[filled:]
         slots, base, each = self._slots[left], self._base[left], self._token_s[left]
+        longest = min(self._limit, reach * float(self._work.lengths[start]))
         full = end_s / each
-        # The base of a step, once for each of that answer's tokens; for the others what a token costs beyond it.
+        # The base of a step, once for each of the longest answer's tokens; for the others what a token costs beyond it.
         held = (end_s - base * longest) / np.maximum(each - base / slots, 1e-300)
-        return float(np.where(full >= longest * slots, full, np.clip(held, 0.0, full)).sum())
+        room = np.where(full >= longest * slots, full, np.clip(held, 0.0, full)).sum()
+        return float(self._before[-1] - self._before[start]) * self._work.n <= float(room)
 
     def place(self, taken: Sequence[int]) -> Int32[np.ndarray, " groups"]:
         """The server of each group."""
         done = sum(taken)
         instance = np.empty(self._work.lengths.size, np.int32)
         instance[:done] = np.repeat(self._turn[: len(taken)], taken)
-        left = np.asarray(self._turn[len(taken) :], np.int32)
+        left = self._turn[len(taken) :]
         if done < instance.size:
             instance[done:] = left[assign_lpt(self._work.lengths[done:], self._token_s[left])]
         return instance
