@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from streamrl_jax.config_ranker import Policy
 from streamrl_jax.control.dispatching import Arrangement
 from streamrl_jax.control.jobs import Job, Member
 from streamrl_jax.control.lines import Lines
+from streamrl_jax.ranker.risk import NOISE
 from streamrl_jax.types import Generation
 
 KEPT: Final = 256
@@ -47,6 +49,7 @@ class _Account:
     answered: int = 0
     as_planned: int = 0
     lengths: array[int] = field(default_factory=lambda: array("i"))
+    errors: array[float] = field(default_factory=lambda: array("f"))  # log(length / prediction)
 
 
 class Accounts:
@@ -59,6 +62,7 @@ class Accounts:
     def __init__(self) -> None:
         self._open: dict[str, _Account] = {}
         self._recent: deque[Float64[np.ndarray, " answers"]] = deque(maxlen=_ITERATIONS)
+        self._spreads: deque[float] = deque(maxlen=_ITERATIONS)
         self.finished: deque[Dispatched] = deque(maxlen=KEPT)
         """The last jobs that were answered, the oldest first."""
 
@@ -84,6 +88,8 @@ class Accounts:
             account.as_planned += account.arrangement.lines.planned(number) == answer.instance
         self._left(account, asked, answer.attempt, answer.instance)
         account.lengths.append(len(answer.token_ids))
+        if job.predicted is not None:
+            account.errors.append(math.log(len(answer.token_ids) / job.predicted[asked.position]))
         account.answered += 1
         if account.answered == job.size:
             self._close(account, now_s)
@@ -98,6 +104,11 @@ class Accounts:
         are still to come."""
         return np.concatenate(self._recent) if self._recent else ()
 
+    def noise(self) -> float:
+        """Standard deviation of log(length / prediction) in the last complete iterations that were predicted; before
+        there is one, what is usual."""
+        return float(np.mean(self._spreads)) if self._spreads else NOISE
+
     def _left(self, account: _Account, asked: Member, attempt: int, instance: str) -> None:
         if account.lines is not None and attempt == 0:  # later ones did not come from a line
             account.lines.done(asked.position * account.job.n + asked.index, instance)
@@ -110,6 +121,8 @@ class Accounts:
             if len(lengths) > _LENGTHS:  # every so many of them, in order of length
                 lengths = lengths[np.linspace(0, len(lengths) - 1, _LENGTHS).round().astype(np.int64)]
             self._recent.append(lengths)
+            if account.errors:
+                self._spreads.append(float(np.std(np.asarray(account.errors, np.float64))))
         self.finished.append(
             Dispatched(
                 job_id=job.job_id,

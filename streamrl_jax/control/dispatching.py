@@ -19,6 +19,7 @@ from streamrl_jax.control.lines import LinePlan, Seat
 from streamrl_jax.control.placing import Waiting
 from streamrl_jax.ranker.cost import FLAT, TokenLatency
 from streamrl_jax.ranker.dispatch import Plan, Server, plan_lpt, plan_paper, plan_skewness, shares_prefix
+from streamrl_jax.ranker.risk import NOISE
 
 GAIN: Final = 0.01
 """A plan of lines is followed if it ends so much sooner than the shared queue, by the model that made both."""
@@ -68,7 +69,11 @@ class Arrangement:
 
 
 def arrange(
-    job: Job, settings: DispatchSettings, ready: Sequence[Ready], recent: Sequence[float] | Lengths
+    job: Job,
+    settings: DispatchSettings,
+    ready: Sequence[Ready],
+    recent: Sequence[float] | Lengths,
+    noise: float = NOISE,
 ) -> Arrangement:
     """Decides how a job's samples wait.
 
@@ -77,6 +82,7 @@ def arrange(
         settings: the controller's.
         ready: the instances that can be given work, in an order that lasts.
         recent: lengths of answers in the last iterations; empty: none yet.
+        noise: standard deviation of log(length / prediction). Of lengths that are forced to be as predicted it is 0.
 
     Returns:
         In the order of arrival without predictions, with the policy ``arrival``, or where all lengths are equal; by
@@ -92,7 +98,7 @@ def arrange(
     shared = Arrangement(policy, order)
     if not ready:
         return shared
-    made = _Planner(job, lengths, settings, ready)
+    made = _Planner(job, lengths, settings, ready, 0.0 if _known(job) else noise)
     balanced = made.balanced()
     shared = replace(shared, planned_s=made.seconds(balanced))
     if policy == "lpt" or len(ready) < 2 or order is None:
@@ -140,6 +146,15 @@ def waiting_of(job: Job, asked: Member, settings: DispatchSettings, *, late: boo
     return Waiting(asked.sample_id, asked.group, job.min_version, order, job.pinned, capped)
 
 
+def _known(job: Job) -> bool:
+    """Whether the lengths are forced to be what was predicted."""
+    return (
+        job.forced is not None
+        and job.predicted is not None
+        and np.array_equal(np.repeat(np.asarray(job.predicted, np.float64), job.n), np.asarray(job.forced))
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class _Planner:
     """Plans for one job over the instances that are there."""
@@ -148,6 +163,7 @@ class _Planner:
     lengths: Lengths
     settings: DispatchSettings
     ready: Sequence[Ready]
+    noise: float
     prompts: Int64[np.ndarray, " prompts"] = field(init=False)
     servers: tuple[Server, ...] = field(init=False)
 
@@ -174,11 +190,11 @@ class _Planner:
 
     def skewness(self) -> tuple[Plan, int]:
         """The better one, and how many answers to a prompt it keeps together: all, or each for itself."""
-        n = self.job.n
-        if shares_prefix(self.lengths, n, self.servers, self.prompts):
-            return plan_skewness(self.lengths, n, self.servers, self.prompts), n
+        n, limit = self.job.n, float(self.job.sampling.max_new_tokens)
+        if shares_prefix(self.lengths, n, self.servers, self.prompts, self.noise, limit):
+            return plan_skewness(self.lengths, n, self.servers, self.prompts, self.noise, limit), n
         lengths, prompts = np.repeat(self.lengths, n), np.repeat(self.prompts, n)
-        return plan_skewness(lengths, 1, self.servers, prompts), 1
+        return plan_skewness(lengths, 1, self.servers, prompts, self.noise, limit), 1
 
     def in_lines(self, policy: Policy, plan: Plan, answers: int) -> Arrangement:
         """Lines as the plan says."""

@@ -125,7 +125,9 @@ class Work:
         if outbox.job_id != job.job_id:
             self.queue.add(outbox.job_id, self._draw(job), job.size)
         else:
-            self._arrange(job, arrange(job, self._dispatch, ready, self.accounts.recent()))
+            self._arrange(
+                job, arrange(job, self._dispatch, ready, self.accounts.recent(), self.accounts.noise())
+            )
         self.offer_all = True
         return outbox
 

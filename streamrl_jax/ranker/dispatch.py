@@ -25,6 +25,7 @@ from streamrl_jax.ranker.plans import (
     predicted_makespan,
     predicted_seconds,
 )
+from streamrl_jax.ranker.risk import NOISE
 from streamrl_jax.ranker.skewness import plan_skewness
 from streamrl_jax.ranker.steal import Line, Theft, steal, take_over
 
@@ -109,6 +110,8 @@ def shares_prefix(
     n: int,
     servers: Sequence[Server],
     prompt_tokens: Sequence[int] | Int[np.ndarray, " groups"],
+    noise: float = NOISE,
+    limit: float | None = None,
 ) -> bool:
     """Whether the n answers of a prompt stay on one instance.
 
@@ -121,12 +124,14 @@ def shares_prefix(
         n: Answers of each prompt.
         servers: At least one.
         prompt_tokens: Of each prompt.
+        noise: As for `plan_skewness`.
+        limit: As for `plan_skewness`.
 
     Returns:
         False where the plan of single answers, with all their prefills, ends earlier by more than a hundredth.
     """
     if n == 1 or len(lengths) >= _EVENS_OUT * len(servers):
         return True
-    together = plan_skewness(lengths, n, servers, prompt_tokens)
-    apart = plan_skewness(np.repeat(lengths, n), 1, servers, np.repeat(prompt_tokens, n))
+    together = plan_skewness(lengths, n, servers, prompt_tokens, noise, limit)
+    apart = plan_skewness(np.repeat(lengths, n), 1, servers, np.repeat(prompt_tokens, n), noise, limit)
     return together.makespan_s <= _WORTH * apart.makespan_s

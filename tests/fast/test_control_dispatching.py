@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from streamrl_jax.control.work import Work
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.ranker.cost import Ramp, TokenLatency
 from streamrl_jax.ranker.plans import Server
+from streamrl_jax.ranker.risk import NOISE
 from streamrl_jax.ranker.skewness import plan_skewness
 from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import (
@@ -112,7 +114,7 @@ def test_lines_are_made_where_they_end_sooner() -> None:
     found = arrange(job(LONG_TAIL), by("skewness"), TWO, ())
     assert found.lines is not None
     plan = plan_skewness(
-        LONG_TAIL, 1, [Server(one.name, one.slots, 1 << 50, RISING) for one in TWO], [2] * 62
+        LONG_TAIL, 1, [Server(one.name, one.slots, 1 << 50, RISING) for one in TWO], [2] * 62, limit=1024
     )
     assert found.planned_s == plan.makespan_s < arrange(job(LONG_TAIL), by("lpt"), TWO, ()).planned_s
     places = [(TWO[int(seat)].name, int(rank)) for seat, rank in zip(plan.instance, plan.rank, strict=True)]
@@ -332,3 +334,17 @@ def test_a_thousand_instances_and_a_hundred_thousand_prompts(policy: Policy) -> 
         f"{policy}: planned in {plan:.2f} s, {each * 1e6:.0f} us a placement, {single * 1e6:.0f} us one by one"
     )
     assert plan < 20 and each < 1e-3 and single < 2e-3
+
+
+def test_the_spread_of_predictions_is_learned_from_answers_and_is_none_where_lengths_are_forced() -> None:
+    accounts, asked = Accounts(), job([100.0] * 4)
+    assert accounts.noise() == NOISE
+    accounts.open(asked, Arrangement("lpt"), None)
+    for length, member in zip((50, 100, 100, 200), members(asked), strict=True):
+        given_out = Assignment(member.sample_id, 0, asked.prompts[0].token_ids, asked.sampling)
+        accounts.answered(asked, member, generation(given_out, "a", length), 1.0)
+    assert accounts.noise() == pytest.approx(math.log(2) / math.sqrt(2), rel=1e-6)
+    known = replace(job(LONG_TAIL), forced=[int(length) for length in LONG_TAIL], evaluation=True)
+    sure = arrange(known, by("skewness"), TWO, (), noise=5.0)
+    assert sure.lines is not None
+    assert sure.planned_s == arrange(job(LONG_TAIL), by("skewness"), TWO, (), noise=0.0).planned_s
