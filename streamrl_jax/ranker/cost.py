@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 
 from streamrl_jax.errors import UserError
 from streamrl_jax.files import write_atomically
 
 Seconds = Float[np.ndarray, "..."]
-Batches = Int64[np.ndarray, "..."]
 Numbers = float | np.ndarray
 
 _MANY: Final = 10**9  # sequences or tokens, more than any instance holds
@@ -37,9 +36,6 @@ FORMAT: Final = 1
 """Of a profile's file."""
 
 MEDIAN: Final = 0.5
-
-MOST_BATCH: Final = 1 << 20
-"""What `TokenLatency.max_batch` answers where nothing bounds the batch."""
 
 
 @dataclass(frozen=True)
@@ -142,32 +138,6 @@ class TokenLatency:
             tokens: Of the prompts together.
         """
         return self.prefill(tokens)
-
-    def max_batch(self, ptl_s: Numbers, context: Numbers, most: int = MOST_BATCH) -> Batches:
-        """The inverse of `ptl` in the batch, as exact as float64 tells a step from one of a sequence more.
-
-        Args:
-            ptl_s: Bound on a step, seconds; broadcasts with `context`.
-            context: Mean tokens of prompt and answer so far.
-            most: Bound on the batch.
-
-        Returns:
-            The largest batch of at most `most` whose step takes no longer; 0 where one sequence alone does.
-        """
-        bound, context = np.broadcast_arrays(np.asarray(ptl_s, np.float64), np.asarray(context, np.float64))
-        each = self.kv_token_s * context
-        knots, slopes = np.asarray(self.batch.knots), np.asarray(self.batch.slopes)
-        at_knots = self.batch.values + knots * each[..., None]
-        segment = np.maximum((at_knots <= bound[..., None]).sum(-1) - 1, 0)
-        here = np.take_along_axis(at_knots, segment[..., None], -1)[..., 0]
-        slope = slopes[segment] + each
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            exact = np.where(slope > 0, knots[segment] + (bound - here) / slope, np.inf)
-        guess = np.floor(np.clip(exact, 0, most))
-        # Rounding may have missed by one to either side.
-        guess += (guess < most) & (self.ptl(guess + 1, context) <= bound)
-        guess -= (guess > 0) & (self.ptl(guess, context) > bound)
-        return np.asarray(np.where(self.ptl(1, context) <= bound, guess, 0)).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:
         """A plain object that `from_json` reads."""

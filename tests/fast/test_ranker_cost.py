@@ -85,21 +85,6 @@ def test_a_fit_never_falls_whatever_was_measured(rows: list[StepPoint]) -> None:
         assert (np.diff(seconds, axis=axis) >= -ROUNDING * seconds.max()).all()
 
 
-@given(costs, st.floats(0, 2.0), st.floats(1, 10**4), st.integers(1, 10**4))
-def test_the_largest_batch_stays_within_the_bound_and_one_more_does_not(
-    cost: TokenLatency, bound: float, context: float, most: int
-) -> None:
-    found = int(cost.max_batch(bound, context, most))
-    assert 0 <= found <= most
-    assert not found or cost.ptl(found, context) <= bound
-    assert found == most or cost.ptl(found + 1, context) > bound
-
-
-@given(costs, st.integers(1, 10**4), st.floats(1, 10**4))
-def test_the_bound_that_a_batch_just_keeps_allows_it(cost: TokenLatency, batch: int, context: float) -> None:
-    assert cost.max_batch(cost.ptl(batch, context), context) >= batch
-
-
 def test_a_step_of_the_known_model_costs_what_its_formula_says() -> None:
     # 4 ms + 7 sequences at 10 us + 24 at 100 us + 32 · 1,000 tokens at 20 ns
     assert KNOWN.ptl(32, 1000) == pytest.approx(0.004 + 7e-5 + 24e-4 + 32_000 * 2e-8, rel=1e-12)
@@ -110,16 +95,10 @@ def test_a_step_of_the_known_model_costs_what_its_formula_says() -> None:
 
 def test_arguments_broadcast() -> None:
     assert KNOWN.ptl(np.array([[1], [2]]), np.array([10, 20, 30])).shape == (2, 3)
-    bounds, contexts = np.array([[0.001], [0.01], [0.1]]), np.array([10.0, 1000.0])
-    found = KNOWN.max_batch(bounds, contexts)
-    assert found.dtype == np.int64
-    for row, column in np.ndindex(found.shape):
-        assert found[row, column] == KNOWN.max_batch(float(bounds[row, 0]), float(contexts[column]))
 
 
 def test_the_flat_model_counts_steps() -> None:
     np.testing.assert_array_equal(FLAT.ptl(np.array([1, 10, 1000]), np.array([5, 50, 5000])), np.ones(3))
-    assert FLAT.max_batch(0.99, 10) == 0 and FLAT.max_batch(1.0, 10, most=64) == 64
 
 
 def test_a_fit_finds_the_model_that_made_the_points() -> None:
