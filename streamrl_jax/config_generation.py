@@ -90,6 +90,10 @@ class GenSection(Section):
     """No graph capture: quicker to start, slower to decode on GPUs."""
     enable_prefix_caching: bool = True
     """Shares the prompt's KV between the answers of a group; reset with every update."""
+    bind_process: bool = False
+    """On cores: the whole instance keeps to its cores, its service too. Without it only the threads that compute do,
+    and where there are no cores to spare the services of all instances disturb now this engine, now that one. For
+    measurements on small machines."""
     start_timeout_s: float = Field(default=600.0, gt=0.0)
     """Bound on an instance's start."""
     heartbeat_interval_s: float = Field(default=1.0, gt=0.0)

@@ -21,8 +21,11 @@ from streamrl_jax.ranker.cost import FLAT, TokenLatency
 from streamrl_jax.ranker.dispatch import Plan, Server, plan_lpt, plan_paper, plan_skewness, shares_prefix
 from streamrl_jax.ranker.risk import NOISE
 
-GAIN: Final = 0.01
-"""A plan of lines is followed if it ends so much sooner than the shared queue, by the model that made both."""
+GAIN: Final = 0.1
+GAIN_KNOWN: Final = 0.01
+"""A plan of lines is followed if it ends so much sooner than the shared queue, by the model that made both: the first
+where lengths are predicted, since a queue that all share makes up for wrong predictions and a line only by stealing;
+the second where they are known."""
 
 _UNBOUNDED: Final = 1 << 50
 """KV tokens of an instance that does not say."""
@@ -98,7 +101,8 @@ def arrange(
     shared = Arrangement(policy, order)
     if not ready:
         return shared
-    made = _Planner(job, lengths, settings, ready, 0.0 if _known(job) else noise)
+    known = _known(job)
+    made = _Planner(job, lengths, settings, ready, 0.0 if known else noise)
     balanced = made.balanced()
     shared = replace(shared, planned_s=made.seconds(balanced))
     if policy == "lpt" or len(ready) < 2 or order is None:
@@ -106,7 +110,7 @@ def arrange(
     if policy == "paper":
         return made.in_lines(policy, made.paper(recent if len(recent) else lengths), job.n)
     plan, answers = made.skewness()
-    if plan.makespan_s > (1 - GAIN) * balanced.makespan_s:
+    if plan.makespan_s > (1 - (GAIN_KNOWN if known else GAIN)) * balanced.makespan_s:
         return shared
     return made.in_lines(policy, plan, answers)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from streamrl_jax.bridge.manifest import summarise
 from streamrl_jax.gen import codec
-from streamrl_jax.gen.options import EngineOptions, check_cores, engine_environment
+from streamrl_jax.gen.options import EngineOptions, bind_process, check_cores, engine_environment
 from streamrl_jax.gen.parentage import in_lasting_thread
 from streamrl_jax.gen.protocol import Delta, EngineFailed, EngineLimits
 from streamrl_jax.gen.steps import StepCounter
@@ -116,6 +116,8 @@ class VllmEngine:
         """
         report("importing vllm")
         os.environ.update(engine_environment(self._options))
+        if self._options.bind_process and self._options.on_cpu:
+            bind_process(self._options.device)
         try:
             await asyncio.wrap_future(in_lasting_thread(_import_vllm))
             report("starting the engine core: it imports vllm and builds the model")

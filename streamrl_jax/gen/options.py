@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,6 +36,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9  # GPU
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    bind_process: bool = False  # on cores: all of the instance keeps to them, not its computing threads alone
     vocab_limit: int | None = None  # ids from here on pad the vocabulary and are never sampled
 
     @property
@@ -191,6 +194,18 @@ def check_cores(device: str, usable: Collection[int]) -> None:
             f"gen.devices = {device!r}: there is no core {', '.join(map(str, missing))} here, or this process may not "
             f"use it; it may use {', '.join(map(str, sorted(usable)))}"
         )
+
+
+def bind_process(device: str) -> None:
+    """Keeps this process to the cores of its device, every thread of it and what it starts from here on.
+
+    Args:
+        device: such as ``cpu:0-3``.
+    """
+    cores = parse_cores(device)
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def engine_environment(options: EngineOptions) -> Mapping[str, str]:

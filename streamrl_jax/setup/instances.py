@@ -47,6 +47,7 @@ def engine_options(
         gpu_memory_utilization=pool.gpu_memory_utilization,
         enforce_eager=gen.enforce_eager,
         enable_prefix_caching=gen.enable_prefix_caching,
+        bind_process=gen.bind_process,
         vocab_limit=vocab_limit,
     )
 

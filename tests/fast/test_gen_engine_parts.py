@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +21,7 @@ from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.gen.options import (
     EngineOptions,
     InstanceSpec,
+    bind_process,
     check_cores,
     engine_environment,
     engine_seed,
@@ -118,3 +125,24 @@ def test_a_spec_survives_its_file_and_a_bad_one_is_named(tmp_path: Path) -> None
         read_spec(path)
     with pytest.raises(UserError, match=r"none\.json"):
         read_spec(tmp_path / "none.json")
+
+
+def _bound_to(core: int) -> list[set[int]]:
+    """In a process of its own: the cores of a thread that was there before, and of a process that is started then."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        bind_process(f"cpu:{core}")
+        assert thread.native_id is not None
+        command = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+        child = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+        return [os.sched_getaffinity(thread.native_id), {int(one) for one in child.split()}]
+    finally:
+        ended.set()
+
+
+def test_a_bound_instance_keeps_all_its_threads_and_processes_to_its_cores() -> None:
+    core = max(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(_bound_to, core).result(60) == [{core}, {core}]
