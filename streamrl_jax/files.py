@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from streamrl_jax.errors import UserError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -26,6 +29,27 @@ def write_atomically(path: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def check_replaceable(path: Path, option: str) -> None:
+    """Says before the work, and not after it, that its file cannot be written. One that is there will be replaced.
+
+    Args:
+        path: The file.
+        option: That names it, for the message.
+
+    Raises:
+        UserError: Nothing can be written there.
+    """
+    probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with probe.open("wb"):
+            pass
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def sync_directory(path: Path) -> None:

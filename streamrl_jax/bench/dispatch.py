@@ -12,13 +12,16 @@ import json
 import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from streamrl_jax.bench.dispatch_draws import MEASURED, POLICIES, Material, means_by_prompt
+import numpy as np
+
+from streamrl_jax.bench.dispatch_draws import MEASURED, POLICIES, Material
 from streamrl_jax.errors import UserError
+from streamrl_jax.files import write_atomically
 
 if TYPE_CHECKING:
     from streamrl_jax.bench.dispatch_model import Model
@@ -97,41 +100,34 @@ def run(arguments: Namespace) -> int:
     Raises:
         UserError: An option makes no sense, or a policy lacks what it wants to know.
     """
+    from streamrl_jax.bench import dispatch_checks as checks
+    from streamrl_jax.bench.dispatch_rounds import Size
     from streamrl_jax.config_io import load_config
 
-    if min(*arguments.prompts, arguments.n, *arguments.pools, 1) < 1:
-        raise UserError("--prompts, --n and --pools must be positive")
-    if not arguments.files:
-        raise UserError("A configuration file is needed: it says which model, and how many instances.")
+    checks.check_options(arguments)
     cfg = _planning(load_config(arguments.files, arguments.overrides), arguments.cost)
     material = read_material(arguments)
     given = [source for source in ("history", "ranker") if getattr(arguments, source) is not None]
     names = chosen_policies(arguments.policies, given)
-    if arguments.ranker is not None and not (arguments.ranker / "ranker.json").is_file():
-        raise UserError(f"--ranker {arguments.ranker}: there is no ranker; streamrl rank fit writes one")
-    from streamrl_jax.bench.dispatch_rounds import FEWEST_ROUNDS, Size
-
-    if arguments.rounds < FEWEST_ROUNDS:
-        raise UserError(f"--rounds {arguments.rounds}: an interval needs {FEWEST_ROUNDS} or more")
     sizes = [Size(count, arguments.n, arguments.rounds, arguments.seed) for count in arguments.prompts]
     for size in sizes:
-        size.draw(material, 0)  # what is lacking is told before anything starts
+        checks.check_enough(material, size.prompts, size.n)
+    checks.check_answerable(cfg, material, arguments.lengths)
+    if arguments.ranker is not None:
+        checks.check_ranker(arguments.ranker, material)
     began = time.monotonic()
-    session = _measured(cfg, material, sizes, names, arguments)
-    results = [
-        summarise(session.material, size, names, rounds, session.model, arguments.pools)
-        for size, rounds in session.rounds
-    ]
-    for result in results:
-        print(_text(result), end="\n\n")
-    if arguments.json is not None:
-        found = {
-            "settings": {name: str(value) for name, value in vars(arguments).items()},
-            "seconds": time.monotonic() - began,
-            "cores": len(os.sched_getaffinity(0)),
-            "results": [asdict(result) for result in results],
-        }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    results = []
+    for result in _results(cfg, material, sizes, names, arguments):
+        results.append(result)
+        print(_text(result), end="\n\n", flush=True)
+        if arguments.json is not None:  # after each size: what was measured is kept, whatever comes
+            found = {
+                "settings": {name: str(value) for name, value in vars(arguments).items()},
+                "seconds": time.monotonic() - began,
+                "cores": len(os.sched_getaffinity(0)),
+                "results": [asdict(one) for one in results],
+            }
+            write_atomically(arguments.json, (json.dumps(found, indent=1) + "\n").encode())
     return 0
 
 
@@ -152,11 +148,13 @@ def read_material(arguments: Namespace) -> Material:
         UserError: A file cannot be read, or lacks a prompt.
     """
     from streamrl_jax.ranker.lengths import merged, read_lengths
+    from streamrl_jax.ranker.measure import history_of
 
     rows = merged(read_lengths(arguments.lengths))
     if arguments.history is None:
         return Material(rows, {})
-    return Material(rows, {"history": means_by_prompt(rows, merged(read_lengths(arguments.history)))})
+    history = history_of(rows, read_lengths(arguments.history), f"--history {arguments.history}")
+    return Material(rows, {"history": history.astype(np.float32)})
 
 
 def with_ranker(material: Material, directory: Path | None) -> Material:
@@ -196,24 +194,10 @@ def chosen_policies(wanted: Sequence[str] | None, given: Collection[str]) -> lis
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class _Session:
-    """What the instances gave.
-
-    Attributes:
-        material: With all predictions.
-        model: Of the instances.
-        rounds: Of each size.
-    """
-
-    material: Material
-    model: Model
-    rounds: Sequence[tuple[Size, Sequence[Round]]]
-
-
-def _measured(
+def _results(
     cfg: Config, material: Material, sizes: Sequence[Size], names: Sequence[str], arguments: Namespace
-) -> _Session:
+) -> Iterator[Result]:
+    """What was found at each size, as soon as it was measured; the instances serve all of them."""
     from streamrl_jax.bench.dispatch_model import Model
     from streamrl_jax.bench.dispatch_rounds import Asking, measure
     from streamrl_jax.control.dispatching import DispatchSettings
@@ -228,12 +212,11 @@ def _measured(
         cost = step_cost(cfg, served.inputs)
         settings = DispatchSettings(cfg.dispatch.policy, cfg.dispatch.alpha, cost)
         model = Model.of(served.controller.pool(), settings, cfg.gen.lookahead)
-        rounds = []
         for size in sizes:
             served.display.phase("dispatch", f"{size.rounds} rounds of {size.prompts} prompts")
-            rounds.append((size, measure(served.controller, material, size, names, asking)))
-        served.display.done("dispatch")
-    return _Session(material, model, rounds)
+            rounds = measure(served.controller, material, size, names, asking)
+            served.display.done("dispatch")
+            yield summarise(material, size, names, rounds, model, arguments.pools)
 
 
 def summarise(
@@ -257,8 +240,8 @@ def summarise(
     from streamrl_jax.bench.dispatch_report import compared, found
     from streamrl_jax.bench.dispatch_rounds import loads
 
-    measured = found([one.played for one in rounds])
-    foretold = found([model.round(material, one.work, names) for one in rounds])
+    measured = [one.played for one in rounds]
+    foretold = [model.round(material, one.work, names) for one in rounds]
     return Result(
         size.prompts,
         size.n,
@@ -266,7 +249,7 @@ def summarise(
         sum(one.work.tokens for one in rounds) / len(rounds),
         loads(rounds),
         model.knows_seconds,
-        measured,
+        found(measured),
         compared(measured, foretold, with_seconds=model.knows_seconds),
         {count: found(model.pool(material, size, names, count)) for count in pools},
         [{name: asdict(one) for name, one in each.played.items()} for each in rounds],
@@ -278,14 +261,19 @@ def _text(result: Result) -> str:
     from streamrl_jax.bench.stream import table
 
     answers = result.prompts * result.n
-    steps, ratio = report.worst(result.compared)
+    off = report.worst(result.compared)
     parts = [
         f"{len(result.rounds)} rounds of {result.prompts} prompts, {answers} answers, "
         f"{answers / result.slots:.1f} a slot, {result.tokens:,.0f} tokens a round; "
         f"load average {result.load[0]:.1f} to {result.load[1]:.1f}",
         table(report.MEASURED_HEADER, [one.cells(name) for name, one in result.measured.items()]),
-        f"The cost model on the same rounds: at most {steps:.1%} off in steps, {ratio:.1%} in steps over "
-        f"{report.BASE}" + ("." if result.knows_seconds else "; without --cost it knows no seconds."),
+        f"The cost model on the same rounds: in the mean over rounds at most {off.steps:.1%} off in steps (in a single "
+        f"one {off.round:.1%}), {off.steps_ratio:.1%} in steps over {report.BASE}"
+        + (
+            f", {off.seconds_ratio:.1%} in seconds over {report.BASE}."
+            if result.knows_seconds
+            else "; without --cost it knows no seconds."
+        ),
         table(report.FORETOLD_HEADER, [one.cells(name) for name, one in result.compared.items()]),
     ]
     if result.pools:

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from streamrl_jax import config_ranker
-from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.lengths import ObservedLengths
 
 Knows = Literal["nothing", "history", "ranker", "truth"]
@@ -123,32 +122,16 @@ def draw(material: Material, prompts: int, n: int, seed: Sequence[int], *, again
     """Draws a round's work.
 
     Args:
-        material: With enough rows and lengths.
+        material: With enough rows and lengths (`dispatch_checks.check_enough`).
         prompts: How many.
         n: Answers to each.
         seed: Of this round.
         again: A prompt may be drawn more than once, as a pool needs that is larger than the measured one.
-
-    Raises:
-        UserError: There are fewer prompts, or fewer answers to one of them.
     """
-    rows = material.rows
-    if prompts > len(rows) and not again:
-        raise UserError(
-            f"--prompts {prompts} is more than the {len(rows)} prompts of --lengths; give fewer, or collect more "
-            "(streamrl rank collect)"
-        )
     random = np.random.default_rng(list(seed))
-    chosen = np.sort(random.choice(len(rows), prompts, replace=again)).astype(np.int32)
-    lengths = np.empty((prompts, n), np.int32)
-    for place, row in enumerate(chosen):
-        known = rows[row].lengths
-        if n > len(known):
-            raise UserError(
-                f"--n {n} is more than the {len(known)} answers that --lengths has to prompt {rows[row].prompt_id}; "
-                "give fewer, or collect more (streamrl rank collect --n)"
-            )
-        lengths[place] = random.choice(known, n, replace=False)
+    chosen = np.sort(random.choice(len(material.rows), prompts, replace=again)).astype(np.int32)
+    lengths = np.stack([random.choice(material.rows[row].lengths, n, replace=False) for row in chosen])
+    lengths = lengths.astype(np.int32)
     return Draw(chosen, lengths, random.permutation(prompts).astype(np.int32))
 
 
@@ -174,31 +157,14 @@ def order(policy: Policy, work: Draw, material: Material) -> Order:
 
 
 def turns(names: Sequence[str], rounds: int, seed: int) -> list[list[str]]:
-    """The order in which the policies run in each round: one shuffled order, which each round begins one further on.
+    """The order in which the policies run in each round: one drawn anew for each pair of rounds, there and back.
 
-    So no policy runs at one place of all rounds: a cache that fills, or a machine that grows busy, favours none.
+    So no policy has a place of its own, nor one that runs before it in every round: a machine that grows busy favours
+    none within a pair, and what one leaves behind meets all others by chance.
     """
-    shuffled = [names[int(place)] for place in np.random.default_rng(seed).permutation(len(names))]
-    return [[shuffled[(place + turn) % len(names)] for place in range(len(names))] for turn in range(rounds)]
-
-
-def means_by_prompt(
-    rows: Sequence[ObservedLengths], of: Sequence[ObservedLengths]
-) -> Float32[np.ndarray, " rows"]:
-    """The mean recorded length of each prompt in another sampling.
-
-    Args:
-        rows: The prompts asked about.
-        of: The other sampling.
-
-    Raises:
-        UserError: It does not have one of the prompts.
-    """
-    known = {row.prompt_id: row.mean for row in of}
-    lacking = [row.prompt_id for row in rows if row.prompt_id not in known]
-    if lacking:
-        raise UserError(
-            f"--history has no lengths of prompt {lacking[0]!r}, as of {len(lacking)} of the {len(rows)} prompts of "
-            "--lengths; collect both from the same prompts (streamrl rank collect)"
-        )
-    return np.asarray([known[row.prompt_id] for row in rows], np.float32)
+    random = np.random.default_rng(seed)
+    found: list[list[str]] = []
+    while len(found) < rounds:
+        drawn = [names[int(place)] for place in random.permutation(len(names))]
+        found += [drawn, drawn[::-1]]
+    return found[:rounds]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+from jaxtyping import Float64
 
 from streamrl_jax.bench.dispatch_draws import BASE, BEST
 from streamrl_jax.bench.dispatch_model import Foretold
@@ -100,19 +103,23 @@ class Share:
     Attributes:
         measured: On the instances.
         model: Of the model, on the same lengths.
+        error: The model's over the measured one, less 1: the mean over rounds, each compared with itself.
+        greatest: Of a single round, by size.
     """
 
     measured: float
     model: float
-
-    @property
-    def error(self) -> float:
-        """The model's relative to the measured one, less 1."""
-        return self.model / self.measured - 1
+    error: Interval
+    greatest: float
 
     def cells(self, digits: int) -> list[str]:
         """For the table."""
-        return [f"{self.measured:.{digits}f}", f"{self.model:.{digits}f}", f"{self.error:+.1%}"]
+        error = self.error
+        return [
+            f"{self.measured:.{digits}f}",
+            f"{self.model:.{digits}f}",
+            f"{error.value:+.1%} ({error.low:+.1%} to {error.high:+.1%})",
+        ]
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class Compared:
     """How the model did for one policy.
 
     Attributes:
-        steps: Decode steps of the busiest instance, median over rounds.
+        steps: Decode steps of the busiest instance, geometric mean over rounds.
         steps_ratio: Steps over those of `BASE`; None: that did not run.
         seconds_ratio: Seconds over those of `BASE`; None: that did not run, or no cost was given.
     """
@@ -136,32 +143,77 @@ class Compared:
 
 
 def compared(
-    measured: Mapping[str, Found], model: Mapping[str, Found], *, with_seconds: bool
+    measured: Sequence[Mapping[str, Played]],
+    model: Sequence[Mapping[str, Foretold]],
+    *,
+    with_seconds: bool,
 ) -> dict[str, Compared]:
-    """The model's figures beside the measured ones.
+    """The model's figures beside the measured ones, round by round.
 
     Args:
-        measured: Of all policies.
-        model: Of the same ones.
+        measured: Of each round, all policies by name; at least two rounds.
+        model: Of the same rounds and policies.
         with_seconds: The model knows how long a step takes.
     """
     lines = {}
-    for name, own in measured.items():
-        ours, theirs = own.against.get(BASE), model[name].against.get(BASE)
-        steps_ratio = seconds_ratio = None
-        if ours is not None and theirs is not None:
-            steps_ratio = Share(ours.steps.value, theirs.steps.value)
-            seconds_ratio = Share(ours.seconds.value, theirs.seconds.value) if with_seconds else None
-        lines[name] = Compared(Share(own.steps, model[name].steps), steps_ratio, seconds_ratio)
+    steps = [_figures(rounds, lambda one: one.longest) for rounds in (measured, model)]
+    seconds = [_figures(rounds, lambda one: one.seconds) for rounds in (measured, model)]
+    for name in measured[0]:
+        over = BASE if BASE in measured[0] else None
+        lines[name] = Compared(
+            _share(steps[0][name], steps[1][name]),
+            over and _share(steps[0][name] / steps[0][over], steps[1][name] / steps[1][over]),
+            over and _share(seconds[0][name] / seconds[0][over], seconds[1][name] / seconds[1][over])
+            if with_seconds
+            else None,
+        )
     return lines
 
 
-def worst(lines: Mapping[str, Compared]) -> tuple[float, float]:
-    """The largest error of the model: in steps, and in steps over `BASE` (0: there is none)."""
-    shares = [line.steps_ratio for line in lines.values() if line.steps_ratio is not None]
-    return (
-        max(abs(line.steps.error) for line in lines.values()),
-        max((abs(share.error) for share in shares), default=0.0),
+def _figures(
+    rounds: Sequence[Mapping[str, Played | Foretold]], read: Callable[[Played | Foretold], float]
+) -> dict[str, Float64[np.ndarray, " rounds"]]:
+    return {name: np.asarray([read(one[name]) for one in rounds], np.float64) for name in rounds[0]}
+
+
+def _share(measured: Float64[np.ndarray, " rounds"], model: Float64[np.ndarray, " rounds"]) -> Share:
+    off = paired_ratio(model.tolist(), measured.tolist())
+    return Share(
+        float(np.exp(np.log(measured).mean())),
+        float(np.exp(np.log(model).mean())),
+        Interval(off.value - 1, off.low - 1, off.high - 1),
+        float(np.abs(model / measured - 1).max()),
+    )
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest errors of the model over all policies, as shares.
+
+    Attributes:
+        steps: In steps, mean over rounds.
+        round: In steps, in a single round.
+        steps_ratio: In steps over `BASE`, mean over rounds; 0: there is none.
+        seconds_ratio: In seconds over `BASE`; 0: there is none.
+    """
+
+    steps: float
+    round: float
+    steps_ratio: float
+    seconds_ratio: float
+
+
+def worst(lines: Mapping[str, Compared]) -> Worst:
+    """Sums up how far the model was off."""
+
+    def largest(shares: Iterable[Share | None]) -> float:
+        return max((abs(one.error.value) for one in shares if one is not None), default=0.0)
+
+    return Worst(
+        largest(line.steps for line in lines.values()),
+        max(line.steps.greatest for line in lines.values()),
+        largest(line.steps_ratio for line in lines.values()),
+        largest(line.seconds_ratio for line in lines.values()),
     )
 
 

@@ -66,7 +66,7 @@ class Played:
 
     @property
     def longest(self) -> int:
-        """Decode steps of the instance that made the most: the makespan that noise of the machine does not touch."""
+        """Decode steps of the instance that made the most: the makespan, but for how fast a step is."""
         return max(self.steps.values())
 
     @property

@@ -19,6 +19,7 @@ from streamrl_jax.control.lines import LinePlan, Seat
 from streamrl_jax.control.placing import Waiting
 from streamrl_jax.ranker.cost import FLAT, TokenLatency
 from streamrl_jax.ranker.dispatch import Plan, Server, plan_lpt, plan_paper, plan_skewness, shares_prefix
+from streamrl_jax.ranker.plans import caps_of
 from streamrl_jax.ranker.risk import NOISE
 
 GAIN: Final = 0.1
@@ -210,12 +211,7 @@ class _Planner:
             Seat(one.name, int(batch), float(cost.ptl(int(batch), context)), float(cost.ptl(1, context)))
             for one, batch in zip(self.servers, plan.batch, strict=True)
         )
-        own = np.bincount(plan.instance, minlength=len(seats)) * answers
-        caps = {
-            seat.name: cap
-            for seat, one, answers_there in zip(seats, self.servers, own, strict=True)
-            if answers_there and (cap := min(seat.batch, int(answers_there))) < one.slots
-        }
+        caps = {seats[index].name: cap for index, cap in caps_of(plan, self.servers, answers).items()}
         lines = LinePlan(seats, plan.instance, plan.rank, tokens, answers, caps)
         return Arrangement(policy, lines=lines, planned_s=self.seconds(plan))
 

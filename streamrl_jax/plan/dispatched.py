@@ -36,7 +36,7 @@ def run_job(
         order = "arrival" if arranged.order is None else "lpt"
         return run_pulled(_stage(job, lengths, 1), order, servers, conditions)
     stage = _stage(job, lengths, job.n // arranged.lines.answers)
-    return run_plan(stage, _plan(arranged.lines, servers), servers, conditions)
+    return run_plan(stage, _plan(arranged.lines), servers, conditions)
 
 
 def _stage(job: Job, lengths: Int[np.ndarray, "prompts n"], units: int) -> Stage:
@@ -47,8 +47,8 @@ def _stage(job: Job, lengths: Int[np.ndarray, "prompts n"], units: int) -> Stage
     return Stage(lengths, np.repeat(prompts, units), np.repeat(known, units))
 
 
-def _plan(lines: LinePlan, servers: Sequence[Server]) -> Plan:
+def _plan(lines: LinePlan) -> Plan:
     """A controller's lines as the plan that they were made of."""
-    batch = [lines.caps.get(server.name, server.slots) for server in servers]
+    batch = [seat.batch for seat in lines.seats]
     instance, rank = (np.asarray(values, np.int32) for values in (lines.seat, lines.rank))
     return Plan(instance, rank, np.asarray(batch, np.int32), 0.0)

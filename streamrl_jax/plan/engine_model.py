@@ -53,16 +53,15 @@ class Engine:
     Call order: `hand` gives answers, `admit` starts those that fit; `next_s` says when something happens; `run` goes on
     until a time, and returns the answers that end there.
 
-    Invariants: every answer takes as many steps as it has tokens, whatever is put off in between. At most ``batch``
-    answers run. The contexts fit the KV cache, or one answer runs alone.
+    Invariants: every answer takes as many steps as it has tokens, whatever is put off in between. At most as many
+    answers run as it has slots. The contexts fit the KV cache, or one answer runs alone.
 
     Args:
         server: The instance.
-        batch: Answers at once.
     """
 
-    def __init__(self, server: Server, batch: int) -> None:
-        self.server, self.batch = server, batch
+    def __init__(self, server: Server) -> None:
+        self.server = server
         self.clock = 0.0  # at the end of the last step that was run
         self.steps = 0  # that decoded at least one token
         self.tokens = 0
@@ -70,7 +69,7 @@ class Engine:
         self.put_off = 0
         self.expected = 0.0  # predicted tokens still to come of what it holds
         self.waiting: deque[Answer] = deque()  # handed out, not running
-        self._base: list[float] = server.cost.step_s(np.arange(batch + 1), 0).tolist()
+        self._base: list[float] = server.cost.step_s(np.arange(server.slots + 1), 0).tolist()
         self._each = server.cost.kv_token_s
         self._kv = 0
         self._running: list[tuple[int, int, Answer]] = []  # a heap by the step at which an answer ends
@@ -99,7 +98,7 @@ class Engine:
         """Starts what fits the batch and the KV cache, in order; takes in the prompts that it does not know."""
         prompts = 0
         limit = self.server.kv_tokens * _HEADROOM
-        while self.waiting and len(self._running) < self.batch:
+        while self.waiting and len(self._running) < self.server.slots:
             answer = self.waiting[0]
             context = answer.prompt + answer.done
             if self._running and self._kv + context + len(self._running) + 1 > limit:
@@ -135,7 +134,8 @@ class Engine:
             self.clock = max(self.clock, until)
             return []
         most = min(self._running[0][0] - self.steps, self._room())
-        self._go(min(most, self._steps_until(until)))
+        # What is due now happens now, whatever rounding makes of the steps until then.
+        self._go(most if until >= self.next_s() else min(most, self._steps_until(until)))
         ended: list[Answer] = []
         while self._running and self._running[0][0] == self.steps:
             answer = heapq.heappop(self._running)[2]
@@ -182,12 +182,10 @@ class Engine:
         running = len(self._running)
         curve = self._each * running / 2
         slope = self._base[running] + self._each * self._kv - curve
-        if curve:
-            exact = (math.sqrt(slope * slope + 4 * curve * left) - slope) / (2 * curve)
-        else:
-            exact = left / slope if slope else 0.0
-        # The root is exact but for rounding: an event that is due now must not be one step away for ever.
-        return math.ceil(exact * (1 - 1e-12) - 1e-9)
+        # The root of curve · d² + slope · d = left in the form that no small curve cancels in.
+        below = slope + math.sqrt(slope * slope + 4 * curve * left)
+        exact = 2 * left / below if below > 0 else 0.0
+        return math.ceil(exact * (1 - 1e-12) - 1e-9)  # exact but for rounding
 
     def _go(self, steps: int) -> None:
         seconds = self._seconds(steps)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from streamrl_jax.plan.engine_model import Answer, Engine
-from streamrl_jax.ranker.plans import Plan, Server, checked_work, lines_of
+from streamrl_jax.ranker.plans import Plan, Server, caps_of, checked_work, lines_of
 from streamrl_jax.ranker.steal import Line, take_over
 
 Order = Literal["arrival", "lpt"]
@@ -72,7 +72,7 @@ class Outcome:
         steps: Of each server, decode steps.
         tokens: Of each server.
         busy_s: Of each server, seconds in which it decoded or took in prompts.
-        batch: Of each server, answers at once.
+        slots: Of each server.
         ended_s: When each answer ended.
         stolen: Groups that changed lines.
         put_off: Answers that gave up their place for lack of KV cache.
@@ -83,7 +83,7 @@ class Outcome:
     steps: Int64[np.ndarray, " servers"]
     tokens: Int64[np.ndarray, " servers"]
     busy_s: Float64[np.ndarray, " servers"]
-    batch: Int64[np.ndarray, " servers"]
+    slots: Int64[np.ndarray, " servers"]
     ended_s: Float64[np.ndarray, "groups n"]
     stolen: int
     put_off: int
@@ -96,7 +96,7 @@ class Outcome:
     @property
     def filled(self) -> float:
         """Tokens over all slots of all servers in all steps of the longest."""
-        places = int(self.batch.sum()) * int(self.steps.max(initial=0))
+        places = int(self.slots.sum()) * int(self.steps.max(initial=0))
         return float(self.tokens.sum()) / places if places else 0.0
 
 
@@ -105,6 +105,9 @@ def run_plan(
 ) -> Outcome:
     """Runs a stage whose answers wait in the lines of a plan.
 
+    An instance holds no more than the plan's batch while it has answers of its own (`control.lines.Lines.cap`); then it
+    fills up from other lines.
+
     Args:
         stage: The work; its groups are the plan's.
         plan: Places, ranks and batches.
@@ -112,10 +115,9 @@ def run_plan(
         conditions: None: the defaults.
     """
     _check(stage, servers)
-    engines = [Engine(server, max(1, int(batch))) for server, batch in zip(servers, plan.batch, strict=True)]
-    lines = [_OwnLine(_answers(stage, line)) for line in lines_of(plan)]
-    context = float(stage.predicted.mean() / 2 + stage.prompts.mean()) if stage.predicted.size else 0.0
-    return _Run(stage, engines, _Lines(lines, engines, context), conditions or Conditions()).outcome()
+    engines = [Engine(server) for server in servers]
+    source = _Lines(stage, plan, engines)
+    return _Run(stage, engines, source, conditions or Conditions()).outcome()
 
 
 def run_pulled(
@@ -128,11 +130,11 @@ def run_pulled(
     Args:
         stage: The work.
         order: As the groups are given, or the longest predicted first.
-        servers: At least one; the batch is each one's slots.
+        servers: At least one.
         conditions: Stealing has no meaning here. None: the defaults.
     """
     _check(stage, servers)
-    engines = [Engine(server, server.slots) for server in servers]
+    engines = [Engine(server) for server in servers]
     groups = np.arange(stage.predicted.size)
     if order == "lpt":
         groups = np.argsort(-stage.predicted, kind="stable")
@@ -199,12 +201,31 @@ class _OwnLine:
 class _Lines:
     """Where answers wait by a plan."""
 
-    def __init__(self, lines: list[_OwnLine], engines: list[Engine], context: float) -> None:
-        self._lines, self._engines = lines, engines
-        self._step_s = [float(engine.server.cost.ptl(engine.batch, context)) for engine in engines]
+    def __init__(self, stage: Stage, plan: Plan, engines: list[Engine]) -> None:
+        self._engines, self._home = engines, plan.instance
+        self._lines = [_OwnLine(_answers(stage, line)) for line in lines_of(plan)]
+        n = stage.lengths.shape[1]
+        self._caps = caps_of(plan, [engine.server for engine in engines], n)
+        self._mine = (
+            np.bincount(plan.instance, minlength=len(engines)) * n
+        ).tolist()  # answers that are not done
+        context = float(stage.predicted.mean() / 2 + stage.prompts.mean()) if stage.predicted.size else 0.0
+        self._batch = [max(1, int(batch)) for batch in plan.batch]
+        self._step_s = [
+            float(engine.server.cost.ptl(batch, context))
+            for engine, batch in zip(engines, self._batch, strict=True)
+        ]
         self._least_s = [float(engine.server.cost.ptl(1, context)) for engine in engines]
-        self._waiting = sum(len(line.groups) for line in lines)
+        self._waiting = sum(len(line.groups) for line in self._lines)
         self.stolen = 0
+
+    def cap(self, index: int) -> int | None:
+        """How many answers an instance may hold; None: as many as it has room for."""
+        return self._caps.get(index) if self._mine[index] else None
+
+    def done(self, answer: Answer, index: int) -> None:
+        """Notes that an instance has ended an answer; one that others took over no longer counts at home."""
+        self._mine[index] -= bool(self._home[answer.group] == index)
 
     def first(self, capacity: Sequence[int]) -> list[tuple[int, Answer]]:
         """What goes out at the start."""
@@ -224,7 +245,11 @@ class _Lines:
             seen = {at: self._seen(at, now) for at, line in enumerate(self._lines) if line.groups}
             latest = max(seen, key=lambda at: seen[at].ends_s)
             place = take_over(self._seen(index, now), seen[latest])
-            self._lines[index].append(self._lines[latest].remove(place))
+            group = self._lines[latest].remove(place)
+            home = self._home[group[0].group]
+            self._mine[latest] -= len(group) * bool(home == latest)
+            self._mine[index] += len(group) * bool(home == index)  # its own come back to it
+            self._lines[index].append(group)
             self.stolen += 1
             answer = self._own(index)
         return answer
@@ -242,7 +267,7 @@ class _Lines:
         line, engine = self._lines[index], self._engines[index]
         return Line(
             self._step_s[index],
-            engine.batch,
+            self._batch[index],
             engine.expected_at(now),
             line.predicted,
             line.answers,
@@ -259,6 +284,13 @@ class _Queue:
     def __init__(self, groups: deque[list[Answer]]) -> None:
         self._groups = groups
         self.stolen = 0
+
+    def cap(self, index: int) -> int | None:
+        """Nothing is put off."""
+        return None
+
+    def done(self, answer: Answer, index: int) -> None:
+        """Nothing to note."""
 
     def first(self, capacity: Sequence[int]) -> list[tuple[int, Answer]]:
         """What goes out at the start: a group to the emptiest instance, and on to the next one when that is full."""
@@ -303,8 +335,9 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Runs until nothing is left."""
-        capacity = [engine.batch + self._conditions.look_ahead for engine in self._engines]
-        for index, answer in self._source.first(capacity):
+        for index, answer in self._source.first(
+            [self._capacity(index) for index in range(len(self._engines))]
+        ):
             self._engines[index].hand(answer, 0.0)
         for index in range(len(self._engines)):
             self._refill(index, 0.0)
@@ -320,6 +353,7 @@ class _Run:
         for answer in engine.run(now):
             self._ended.flat[answer.number] = engine.clock
             self._finish[index] = engine.clock
+            self._source.done(answer, index)
         for answer in arriving or ():
             engine.hand(answer, now)
             self._coming[index] -= 1
@@ -328,9 +362,11 @@ class _Run:
     def _refill(self, index: int, now: float) -> None:
         """Asks for as much as the instance has room for, starts what it holds, and notes its next event."""
         engine = self._engines[index]
-        room = engine.batch + self._conditions.look_ahead - engine.held - self._coming[index]
+        held = engine.held + self._coming[index]
         taken: list[Answer] = []
-        while len(taken) < room and (answer := self._source.next(index, now, self._conditions.stealing)):
+        while held + len(taken) < self._capacity(index) and (
+            answer := self._source.next(index, now, self._conditions.stealing)
+        ):
             taken.append(answer)
             if not self._conditions.refill_s:
                 engine.hand(answer, now)
@@ -341,6 +377,10 @@ class _Run:
         self._turn[index] += 1
         if (at := engine.next_s()) < math.inf:
             self._push(at, index, None)
+
+    def _capacity(self, index: int) -> int:
+        cap = self._source.cap(index)
+        return self._engines[index].server.slots + self._conditions.look_ahead if cap is None else cap
 
     def _push(self, at: float, index: int, arriving: list[Answer] | None) -> None:
         # An answer that comes in has a turn of its own: it stays valid whatever happens before.
@@ -356,7 +396,7 @@ class _Run:
             np.array([engine.steps for engine in engines], np.int64),
             np.array([engine.tokens for engine in engines], np.int64),
             np.array([engine.busy_s for engine in engines]),
-            np.array([engine.batch for engine in engines], np.int64),
+            np.array([engine.server.slots for engine in engines], np.int64),
             self._ended,
             self._source.stolen,
             sum(engine.put_off for engine in engines),

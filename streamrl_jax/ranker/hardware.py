@@ -193,7 +193,7 @@ def roofline(shape: ModelShape, gpu: Gpu, tensor_parallel: int = 1) -> TokenLate
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE * tensor_parallel
     flops = gpu.flops * FLOPS_SHARE * tensor_parallel
     scores = 4 * shape.layers * shape.heads * shape.head_dim  # FLOPs for each token of context
-    kv_token_s = max(shape.kv_token_bytes / bandwidth, scores / flops)
+    kv_token_s = max(shape.kv_token_bytes * _copies(shape, tensor_parallel) / bandwidth, scores / flops)
     fixed, each = _overheads(shape, gpu, tensor_parallel)
     products = _products(shape, bandwidth, flops)
     batch = Ramp(products.start + fixed, products.knots, tuple(slope + each for slope in products.slopes))
@@ -210,7 +210,12 @@ def kv_capacity(shape: ModelShape, gpu: Gpu, tensor_parallel: int = 1) -> int:
         tensor_parallel: GPUs of one instance.
     """
     free = MEMORY_SHARE * gpu.memory * tensor_parallel - shape.weight_bytes
-    return max(0, int(free / shape.kv_token_bytes))
+    return max(0, int(free / (shape.kv_token_bytes * _copies(shape, tensor_parallel))))
+
+
+def _copies(shape: ModelShape, tensor_parallel: int) -> float:
+    """How often an instance keeps keys and values: where it has more GPUs than they have heads, GPUs share a head."""
+    return tensor_parallel / min(tensor_parallel, shape.kv_heads)
 
 
 def _overheads(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> tuple[float, float]:
@@ -264,11 +269,16 @@ def named_cost(cost: str, config_json: Path, value_bytes: int = 2, tensor_parall
         tensor_parallel: GPUs of one instance.
 
     Raises:
-        UserError: It is neither a known GPU nor a profile.
+        UserError: It is neither a known GPU nor a profile, or the data sheet does not tell of the dtype.
     """
     if not cost:
         return FLAT
     if (gpu := GPUS.get(cost)) is not None:
+        if value_bytes != 2:
+            raise UserError(
+                f"dispatch.cost = {cost!r} stands for a data sheet, read for 2 bytes a value, and gen.dtype has "
+                f"{value_bytes}; set gen.dtype = \"bfloat16\", or measure a step: streamrl plan profile"
+            )
         return roofline(ModelShape.from_config_json(config_json, value_bytes), gpu, tensor_parallel)
     path = Path(cost)
     if not path.exists():

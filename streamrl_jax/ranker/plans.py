@@ -151,6 +151,26 @@ def lines_of(plan: Plan) -> list[Int[np.ndarray, " line"]]:
     return [lined[start:end] for start, end in _spans(bounds)]
 
 
+def caps_of(plan: Plan, servers: Sequence[Server], answers: int) -> dict[int, int]:
+    """How many answers a server holds at once, by its index, where a plan has it run a smaller batch than its slots.
+
+    Args:
+        plan: Of some groups.
+        servers: As the plan counts them.
+        answers: Of a group.
+
+    Returns:
+        Without those that hold all they can: a batch is kept small for what was planned there, if anything was.
+    """
+    own = np.bincount(plan.instance, minlength=len(servers)) * answers
+    held = np.minimum(plan.batch, own)
+    return {
+        index: int(cap)
+        for index, (server, cap) in enumerate(zip(servers, held, strict=True))
+        if 0 < cap < server.slots
+    }
+
+
 def plan_of(
     instance: Int32[np.ndarray, " groups"],
     order: Int[np.ndarray, " groups"],

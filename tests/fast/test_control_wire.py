@@ -443,20 +443,21 @@ def test_what_is_no_way_of_samples_ends_the_run_at_once(what: str) -> None:
     ],
 )
 def test_a_torn_message_of_the_controller_ends_the_run(reply: pb.AttachReply, told: str) -> None:
+    """It may come before the line counts as up, so that connecting fails, not the first question."""
     message = f"sent a message that is none: {told}"
-    with scripted(Scripted(attached=[reply])) as remote, pytest.raises(ControlError, match=message):
+    with pytest.raises(ControlError, match=message), scripted(Scripted(attached=[reply])) as remote:
         remote.wait_ready(30)
 
 
 def test_an_error_where_events_are_shown_ends_the_run() -> None:
-    """It is not swallowed with the line to the controller."""
+    """It is not swallowed with the line to the controller; it may happen while that connects."""
     event = pb.AttachReply(event=pb.ControlEvent(kind="ready", instance="a"), sequence=1)
 
     def broken(event: ControlEvent) -> None:
         raise RuntimeError("the screen is gone")
 
     service = Scripted(attached=[event])
-    with scripted(service, broken) as remote, pytest.raises(RuntimeError, match="the screen is gone"):
+    with pytest.raises(RuntimeError, match="the screen is gone"), scripted(service, broken) as remote:
         remote.wait_ready(30)
 
 

@@ -122,8 +122,32 @@ def test_tokens_and_answers_are_conserved(
         assert (outcome.ended_s > 0).all()
         assert outcome.makespan_s == outcome.ended_s.max() == outcome.finish_s.max()
         assert outcome.steps.max() >= stage.lengths.max()
-        assert (outcome.tokens <= outcome.steps * outcome.batch).all()
+        assert (outcome.tokens <= outcome.steps * outcome.slots).all()
         assert (outcome.busy_s <= outcome.makespan_s + 1e-9).all()
+
+
+def test_a_small_batch_ends_with_what_it_was_small_for() -> None:
+    """As in the controller: one answer alone for 10 steps, then the instance helps the other one with all its slots."""
+    stage = stage_of([[10]] * 61)
+    instance, rank = np.array([0] + [1] * 60, np.int32), np.array([0, *range(60)], np.int32)
+    plan = Plan(instance, rank, np.array([1, 4], np.int32), 0.0)
+    for look_ahead, ends_s in (
+        (0, 80),
+        (2, 90),
+    ):  # 56 more, 8 at once; at the end what one holds ahead waits for it
+        outcome = run_plan(stage, plan, servers_of(2, cost=FLAT), Conditions(look_ahead=look_ahead))
+        assert (outcome.ended_s <= 10).sum() == 5
+        assert outcome.makespan_s == ends_s
+    alone = run_plan(stage, plan, servers_of(2, cost=FLAT), ALONE)
+    assert alone.makespan_s == 150 and alone.steps.tolist() == [10, 150]
+
+
+@pytest.mark.parametrize("kv_token_s", [0.0, 1e-18, 1e-14, 1e-12, 1e-6])
+def test_a_small_cost_of_contexts_stops_no_clock(kv_token_s: float) -> None:
+    """The steps until a moment are a root in which small numbers would cancel."""
+    cost = TokenLatency(Ramp(1e-2, (1.0,), (0.0,)), kv_token_s, Ramp(0.0, (0.0,), (0.0,)))
+    outcome = run_pulled(stage_of([[7, 3], [5, 9]]), "arrival", servers_of(2, 1, cost=cost))
+    assert outcome.steps.sum() == 24 and outcome.makespan_s == pytest.approx(0.16, rel=1e-3)
 
 
 def test_with_a_neutral_cost_seconds_are_steps() -> None:

@@ -93,6 +93,15 @@ def test_the_kv_cache_has_what_the_weights_leave() -> None:
     assert kv_capacity(QWEN_72B, GPUS["H800"]) == 0 < kv_capacity(QWEN_72B, GPUS["H800"], 4)
 
 
+def test_more_gpus_than_heads_hold_copies() -> None:
+    """Qwen2.5-7B has 4 heads of keys and values: each of 8 GPUs holds one, and reads as much as each of 4."""
+    h800 = GPUS["H800"]
+    assert roofline(QWEN_7B, h800, 8).kv_token_s == roofline(QWEN_7B, h800, 4).kv_token_s
+    assert roofline(QWEN_7B, h800, 4).kv_token_s == pytest.approx(roofline(QWEN_7B, h800).kv_token_s / 4)
+    four, eight = kv_capacity(QWEN_7B, h800, 4), kv_capacity(QWEN_7B, h800, 8)
+    assert four < eight < 1.1 * four, "twice the memory, and each token twice in it"
+
+
 def config(tmp_path: Path, **changes: object) -> Path:
     fields: dict[str, object] = {
         "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -135,7 +144,9 @@ def test_a_bad_configuration_is_refused_by_name(text: str | None, said: str, tmp
 def test_a_cost_is_found_by_name(tmp_path: Path) -> None:
     path = config(tmp_path)
     assert named_cost("", path) is FLAT
-    assert named_cost("H20", path, 4, 2) == roofline(ModelShape.from_config_json(path, 4), GPUS["H20"], 2)
+    assert named_cost("H20", path, 2, 2) == roofline(ModelShape.from_config_json(path, 2), GPUS["H20"], 2)
+    with pytest.raises(UserError, match=r"read for 2 bytes a value, and gen\.dtype has 4; set"):
+        named_cost("A100", path, 4)
     said = Conditions("toy", "float32", "cpu:0", 1, "vllm", "2026-11-30")
     measured = roofline(QWEN_7B, GPUS["A100"])
     write_cost(tmp_path / "cost.json", Profile(measured, said, (), (), HeldOut(0, 0.0, 0.0)))
