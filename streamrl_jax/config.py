@@ -34,7 +34,7 @@ class RunSection(Section):
     """Name of the run; the run directory is ``dir/name`` unless ``--run-dir`` is given."""
     dir: str = "runs"
     """Folder that holds run directories. A run directory that exists is refused, unless ``--resume``."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seeds initialisation, the order of prompts and the sampling of answers."""
 
 

@@ -78,7 +78,8 @@ class NumpyPolicy:
 
 @dataclass
 class PolicyEngine(FakeEngine):
-    """`FakeEngine` whose tokens are a policy's: temperature, stop ids, seed and greedy decoding are kept."""
+    """`FakeEngine` whose tokens are a policy's: temperature, stop ids or forced length, seed and greedy decoding are
+    kept."""
 
     length: Callable[[Assignment], int] = lambda assignment: assignment.sampling.max_new_tokens
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class PolicyEngine(FakeEngine):
         token, logprob = sampled(logits, assignment, index)
         answer.append(token)
         self._count()
-        stopped = token in assignment.sampling.stop_token_ids
+        stopped = not assignment.sampling.forced_length and token in assignment.sampling.stop_token_ids
         if stopped or last:
             del self.written[key]
         return Delta(

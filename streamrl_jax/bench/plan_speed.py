@@ -7,6 +7,7 @@ where answers turn out otherwise than predicted. Nothing is run on a device.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,26 @@ _PROMPT: Final = 200
 
 _PLAYED: Final = 150_000
 """Answers of all repeats together up to which the stage is played."""
+
+_MANY: Final = math.inf
+_FAR: Final = 10.0
+"""Of a spread: e to the 10th is a factor of 22,000."""
+
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "prompts": (1, _MANY),
+    "answers": (1, _MANY),
+    "instances": (1, _MANY),
+    "slots": (1, _MANY),
+    "stretch": (1e-6, 1e6),
+    "median": (1, 1e9),
+    "limit": (1, 1e9),
+    "sigma": (0, _FAR),
+    "chance": (0, _FAR),
+    "error": (0, _FAR),
+    "repeats": (1, _MANY),
+    "seed": (0, _MANY),
+}
+"""Of the options: the lowest and the highest value."""
 
 PLANS: Final = ("arrival", "lpt", "paper", "skewness")
 PLAYED: Final = ("arrival, pulled", "lpt, pulled", *PLANS)
@@ -98,9 +119,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Prints the tables."""
-    for name in ("prompts", "answers", "slots", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} {getattr(arguments, name)}: at least 1 is needed")
+    check_ranges(arguments)
     rows = _rows_of(arguments.lengths, arguments.stretch) if arguments.lengths else None
     cases = [
         Case(*values) for values in itertools.product(arguments.gpu, arguments.instances, arguments.error)
@@ -130,6 +149,20 @@ def run(arguments: Namespace) -> int:
         print()
         print(table(("GPU", "instances", "error", "arrival, pulled", *PLAYED[1:]), played))
     return 0
+
+
+def check_ranges(arguments: Namespace) -> None:
+    """Looks at every number before anything is drawn.
+
+    Raises:
+        UserError: One is outside its range; names it.
+    """
+    for name, (low, high) in _RANGES.items():
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if not low <= value <= high:
+                needed = f"{low:g} or more" if high == _MANY else f"a number from {low:g} to {high:g}"
+                raise UserError(f"--{name} {value}: give {needed}")
 
 
 def servers_of(gpu: str, count: int, slots: int) -> list[Server]:

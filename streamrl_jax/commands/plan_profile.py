@@ -19,8 +19,10 @@ from streamrl_jax.config import Config
 from streamrl_jax.control.events import InstanceView
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.errors import UserError
+from streamrl_jax.files import check_replaceable
 from streamrl_jax.plan import profile as plan
 from streamrl_jax.plan.profile import Cell, Grid, Limits
+from streamrl_jax.ranker.collect import writing
 from streamrl_jax.ranker.cost import MEDIAN, Conditions, PrefillPoint, Profile, StepPoint, write_cost
 from streamrl_jax.ranker.cost_fit import fit, held_out_error
 from streamrl_jax.setup.serving import UNSCORED, Served, serving
@@ -83,26 +85,48 @@ def run(cfg: Config, out: Path, wanted: Wanted) -> Profile:
         StopRequested: A signal ended it; nothing is written.
         UserError: Something given is wrong, or cannot be measured.
     """
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: {out.parent} is no directory; make it first")
+    check_place(out)
     longest = cfg.gen.max_model_len or cfg.longest_sample
-    plan.make_grid(Limits(cfg.gen.max_num_seqs, longest, 0), wanted.batches, wanted.contexts, wanted.steps)
+    planned(Limits(cfg.gen.max_num_seqs, longest, 0), wanted, cfg.run.seed)
     with serving(cfg, "profile", UNSCORED) as served:
         views = chosen(served.controller.pool(), wanted.instance)
         limits = Limits(views[0].slots, longest, views[0].kv_tokens)
-        grid = plan.make_grid(limits, wanted.batches, wanted.contexts, wanted.steps)
+        grid, held_out = planned(limits, wanted, cfg.run.seed)
         profiler = Profiler(cfg, served, limits, [view.name for view in views])
         measured = profiler.measure(grid, wanted)
-        profile, held_out = fitted(measured, conditions(cfg, views, wanted), wanted.holdout, cfg.run.seed)
-        write_cost(out, profile)
+        profile = fitted(measured, conditions(cfg, views, wanted), held_out)
+        print(plan.table(profile, measured.cells, held_out))
+        with writing(out, "the table above has what was measured; free some space, or give another --out"):
+            write_cost(out, profile)
         rows = plan.worth(profile.cost, limits.slots, float(np.median([cell.context for cell in grid.cells])))
         error = profile.held_out
         rows["held-out error"] = (
             f"median {error.median:.1%}, largest {error.largest:.1%} of {error.points} cells"
         )
         served.display.summary("profile", rows | {"file": str(out)})
-    print(plan.table(profile, measured.cells, held_out))
     return profile
+
+
+def check_place(out: Path) -> None:
+    """Says now, and not after all measuring, that the profile cannot be written; an earlier one may be there.
+
+    Raises:
+        UserError: It cannot.
+    """
+    with writing(out, "give another --out"):
+        if not out.parent.is_dir():
+            raise UserError(f"--out {out}: {out.parent} is no directory; make it first")
+    check_replaceable(out, "--out")
+
+
+def planned(limits: Limits, wanted: Wanted, seed: int) -> tuple[Grid, frozenset[Cell]]:
+    """What is measured, and which of its cells the fit does not see.
+
+    Raises:
+        UserError: It cannot be measured, or no cell is left to hold out.
+    """
+    grid = plan.make_grid(limits, wanted.batches, wanted.contexts, wanted.steps)
+    return grid, plan.some_held_out(grid, wanted.holdout, seed)
 
 
 def chosen(views: Sequence[InstanceView], name: str) -> tuple[InstanceView, ...]:
@@ -146,28 +170,28 @@ def _engine() -> str:
     return "of another environment (gen.python)"
 
 
-def fitted(
-    measured: Measured, said: Conditions, holdout: float, seed: int
-) -> tuple[Profile, frozenset[Cell]]:
+def fitted(measured: Measured, said: Conditions, held_out: frozenset[Cell]) -> Profile:
     """Fits the model to a part of the cells, and tells how far it is off on the others.
 
     Args:
         measured: All repeats.
         said: The conditions.
-        holdout: Share of the cells that the fit does not see.
-        seed: Of their choice.
+        held_out: The cells that the fit does not see.
 
     Raises:
-        UserError: The cells do not determine the model, or none is left to hold out.
+        UserError: The cells do not determine the model, or none is held out.
     """
-    held_out = plan.held_out_cells(measured.cells, holdout, seed)
     seen = [point for cell, points in measured.cells.items() if cell not in held_out for point in points]
     unseen = [point for cell in held_out for point in measured.cells[cell]]
     cost = fit(seen, measured.prompts, said.quantile)
     points = tuple(point for points in measured.cells.values() for point in points)
-    return Profile(
-        cost, said, points, measured.prompts, held_out_error(cost, unseen, said.quantile)
-    ), held_out
+    return Profile(cost, said, points, measured.prompts, held_out_error(cost, unseen, said.quantile))
+
+
+def _apart(cell: Cell) -> str:
+    return (
+        f"batch {cell.batch}, context {cell.context}: in {_TRIES} tries its answers did not all run at once"
+    )
 
 
 class Profiler:
@@ -192,7 +216,8 @@ class Profiler:
     def measure(self, grid: Grid, wanted: Wanted) -> Measured:
         """Measures every cell and prompt length, after a round that does not count.
 
-        The last round that is begun in time is ended; one is measured in any case.
+        The last round that is begun in time is ended; one is measured in any case. A later one leaves out a cell whose
+        answers do not run at once in it.
 
         Args:
             grid: What.
@@ -211,10 +236,12 @@ class Profiler:
                 )
                 break
             self._served.display.phase("profile", "measuring", place, every * wanted.repeats)
-            if isinstance(what, Cell):
-                cells[what].extend(self._cell(what, grid.steps))
-            else:
+            if not isinstance(what, Cell):
                 prompts.extend(self._prompt(what))
+            elif points := self._cell(what, grid.steps, needed=not done):
+                cells[what].extend(points)
+            else:
+                self._served.display.note(f"round {done + 1} goes without a cell: {_apart(what)}")
         self._served.display.done("profile")
         return Measured(plan.by_cell(cells), tuple(prompts))
 
@@ -222,11 +249,11 @@ class Profiler:
         """The corners of the grid: memory is touched and kernels are chosen when they are first asked for."""
         self._served.display.phase("profile", "warming up")
         for cell in (min(grid.cells), max(grid.cells)):
-            self._cell(cell, grid.steps)
+            self._cell(cell, grid.steps, needed=True)
         self._prompt(max(grid.prompts))
 
-    def _cell(self, cell: Cell, steps: int) -> list[StepPoint]:
-        """One point of each instance."""
+    def _cell(self, cell: Cell, steps: int, needed: bool) -> list[StepPoint]:
+        """One point of each instance; none where its answers did not run at once and it is not needed."""
         lead = 0
         for _ in range(_TRIES):
             load = plan.load_of(cell, steps, lead)
@@ -239,9 +266,10 @@ class Profiler:
             log.info(
                 "batch %d, context %d: once more with a lead of %d tokens", cell.batch, cell.context, lead
             )
+        if not needed:
+            return []
         raise UserError(
-            f"batch {cell.batch}, context {cell.context}: in {_TRIES} tries its answers did not all run at once; "
-            f"profile fewer --batches or shorter --contexts, or on an instance that nothing disturbs"
+            f"{_apart(cell)}; profile fewer --batches or shorter --contexts, or on an instance that nothing disturbs"
         )
 
     def _prompt(self, tokens: int) -> list[PrefillPoint]:

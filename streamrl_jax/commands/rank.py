@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamrl_jax.config import Config
-from streamrl_jax.data import PromptSet
+from streamrl_jax.data import PromptSet, load_prompts
 from streamrl_jax.data.sources import Split
+from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.progress import Display
 from streamrl_jax.ranker.collect import (
@@ -19,8 +20,10 @@ from streamrl_jax.ranker.collect import (
     gathered,
     growing,
     spread_of,
+    writing,
 )
 from streamrl_jax.ranker.lengths import ObservedLengths, lengths_of_run, write_lengths
+from streamrl_jax.setup.model_source import model_directory
 from streamrl_jax.setup.serving import UNSCORED, Served, serving
 from streamrl_jax.types import Prompt, Sample, Sampling
 
@@ -62,8 +65,16 @@ def collect(cfg: Config, out: Path, wanted: Wanted) -> Spread:
     if wanted.split == "test" and not cfg.data.test:
         raise UserError("data.test is empty; give held-out prompts, or collect with --split train")
     check_place(out)
+    _check_count(cfg, wanted)
     with serving(cfg, "lengths", UNSCORED) as served:
         return _collect(cfg, out, wanted, served)
+
+
+def _check_count(cfg: Config, wanted: Wanted) -> None:
+    """Sees to it before any instance starts that there are as many prompts as are asked for."""
+    if wanted.prompts:
+        tokenizer = Tokenizer.load(model_directory(cfg.model.path, "model.path"))
+        first_drawn(load_prompts(cfg.data, tokenizer, wanted.split, seed=cfg.run.seed), wanted.prompts)
 
 
 def _collect(cfg: Config, out: Path, wanted: Wanted, served: Served) -> Spread:
@@ -72,7 +83,7 @@ def _collect(cfg: Config, out: Path, wanted: Wanted, served: Served) -> Spread:
     begun = time.monotonic()
     served.controller.submit(job)
     rows: list[ObservedLengths] = []
-    with growing(out) as take:
+    with growing(out, served.display.note) as take:
         for row in gathered(_shown(cfg, served, job.job_id, job.size), n):
             named = replace(row, prompt=served.inputs.tokenizer.decode(row.token_ids))
             rows.append(named)
@@ -137,7 +148,8 @@ def collect_run(run_dir: Path, out: Path) -> Spread:
     """
     check_place(out)
     rows = lengths_of_run(run_dir)
-    write_lengths(out, rows)
+    with writing(out, "free some space, or give another --out"):
+        write_lengths(out, rows)
     spread = spread_of(rows)
     with Display("lengths") as display:
         display.summary("lengths", spread.rows() | {"file": str(out)})

@@ -26,6 +26,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """A whole number from 0 on, of 63 bits: what every generator of random numbers takes."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise ArgumentTypeError(f"{text!r} is no seed; give a whole number from 0 up")
+    return int(text)
+
+
 def load(arguments: Namespace) -> Config:
     """The configuration of a command that needs one."""
     from streamrl_jax.config_io import load_config
@@ -46,7 +53,7 @@ def _collect_options(parser: ArgumentParser) -> None:
     parser.add_argument("--n", type=count, default=0, metavar="K", help="answers to each; default: rollout.n")
     parser.add_argument("--split", choices=("train", "test"), help="which prompts; default: train")
     parser.add_argument(
-        "--seed", type=int, metavar="S", help="of the sampling; default: run.seed; the prompts stay the same"
+        "--seed", type=seed, metavar="S", help="of the sampling; default: run.seed; the prompts stay the same"
     )
 
 
@@ -84,7 +91,7 @@ def _fit_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--loss", choices=LOSSES, help="default: pairwise, which did best (docs/results.md)")
     parser.add_argument("--steps", type=count, metavar="N", help="at most so many")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
+    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="of everything that is drawn")
     parser.add_argument("--validation", type=float, metavar="SHARE", help="of the prompts that are held back")
     parser.add_argument("--learning-rate", type=float, metavar="RATE", help="the highest of the schedule")
     parser.add_argument(
@@ -122,7 +129,7 @@ def _eval_options(parser: ArgumentParser) -> None:
         "--slots", type=count, default=0, metavar="N", help="answers at once of an instance there"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of the bootstrap and the random order"
+        "--seed", type=seed, default=0, metavar="S", help="of the bootstrap and the random order"
     )
 
 

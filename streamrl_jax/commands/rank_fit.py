@@ -16,7 +16,7 @@ from rich.table import Table
 from streamrl_jax.control.dispatching import DispatchSettings
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.plan.dispatched import run_job
-from streamrl_jax.ranker.cost import FLAT, read_cost
+from streamrl_jax.ranker.cost import FLAT, TokenLatency, read_cost
 from streamrl_jax.ranker.fit import FitOptions, fit_ranker
 from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths
 from streamrl_jax.ranker.measure import SHARES, Line, Samplings, View, history_of, measure, pair_up
@@ -67,9 +67,15 @@ def fit(lengths: Sequence[Path], out: Path, options: FitOptions, start: Path | N
     """
     refuse_used(out)
     rows = [row for path in lengths for row in read_lengths(path)]
-    ranker = fit_ranker(rows, options, start, report=lambda line: print(line, flush=True))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    ranker.save(out)
+    where = ", ".join(map(str, lengths))
+    ranker = fit_ranker(rows, options, start, report=lambda line: print(line, flush=True), where=where)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        ranker.save(out)
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written: {error.strerror}; make room, or give another --out"
+        ) from error
     told = ranker.conditions
     print(
         f"{out}: fitted to {told['answers']} answers to {told['prompts'] + told['held_back']} prompts in "
@@ -93,11 +99,14 @@ def evaluate(directory: Path, lengths: Path, against: Against) -> None:
     ranker = LengthRanker.load(directory)
     second = None if against.second is None else read_lengths(against.second)
     samplings = pair_up(read_lengths(lengths), second, str(against.second))
-    predicted, seconds = _timed_lengths(ranker, samplings.rows)
-    predictors = {"ranker": predicted.astype(np.float64)}
+    earlier: dict[str, Float64[np.ndarray, " prompts"]] = {}
     if against.history is not None:
-        earlier = read_lengths(against.history)
-        predictors["history"] = history_of(samplings.rows, earlier, str(against.history))
+        name = str(against.history)
+        earlier["history"] = history_of(samplings.rows, read_lengths(against.history), name)
+    cost = None if against.cost is None else read_cost(against.cost).cost
+    # Every file has been read: what follows takes its time.
+    predicted, seconds = _timed_lengths(ranker, samplings.rows, lengths)
+    predictors = {"ranker": predicted.astype(np.float64), **earlier}
     predictors["prompt tokens"] = np.array([len(row.token_ids) for row in samplings.rows], np.float64)
     chance = np.random.default_rng(against.seed)
     predictors["random"] = chance.permutation(len(samplings.rows)).astype(np.float64)
@@ -112,7 +121,7 @@ def evaluate(directory: Path, lengths: Path, against: Against) -> None:
         soft_wrap=True,
     )
     orders = {name: predictors[name] for name in ("ranker", "history") if name in predictors}
-    console.print(_makespan_table(samplings, orders, against))
+    console.print(_makespan_table(samplings, orders, against, cost))
 
 
 def makespans(
@@ -143,10 +152,11 @@ def makespans(
 
 
 def _timed_lengths(
-    ranker: LengthRanker, rows: Sequence[ObservedLengths]
+    ranker: LengthRanker, rows: Sequence[ObservedLengths], path: Path
 ) -> tuple[Float32[np.ndarray, " prompts"], float]:
     token_ids = [row.token_ids for row in rows]
-    lengths, seconds = ranker.lengths(token_ids), float("inf")  # the first call compiles
+    names = [f"{path}: prompt {row.prompt_id!r}" for row in rows]
+    lengths, seconds = ranker.lengths(token_ids, names), float("inf")  # the first call compiles
     for _ in range(_ROUNDS):
         began = time.perf_counter()
         lengths = ranker.lengths(token_ids)
@@ -188,16 +198,18 @@ def _recall_table(lines: Sequence[Line], title: str) -> Table:
 
 
 def _makespan_table(
-    samplings: Samplings, orders: Mapping[str, Float64[np.ndarray, " prompts"]], against: Against
+    samplings: Samplings,
+    orders: Mapping[str, Float64[np.ndarray, " prompts"]],
+    against: Against,
+    cost: TokenLatency | None,
 ) -> Table:
-    cost = FLAT if against.cost is None else read_cost(against.cost).cost
-    unit = "decode steps" if against.cost is None else "seconds"
+    unit = "decode steps" if cost is None else "seconds"
     table = Table(title=f"simulated makespan of the first sampling, {unit}", title_justify="left")
     for header in ("instances", "answers at once", "random", *orders, "oracle", "ranker over oracle"):
         table.add_column(header, justify="right")
     for count in SERVERS:
         slots = against.slots or min(64, max(1, samplings.first.size // (4 * count)))
-        servers = [Server(str(index), slots, 10**9, cost) for index in range(count)]
+        servers = [Server(str(index), slots, 10**9, cost or FLAT) for index in range(count)]
         random = makespans(samplings, None, servers, against.seed)
         found = [makespans(samplings, predicted, servers, against.seed) for predicted in orders.values()]
         oracle = makespans(samplings, samplings.first.mean(axis=1), servers, against.seed)

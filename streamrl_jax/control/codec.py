@@ -289,7 +289,7 @@ def event_from_proto(message: pb.ControlEvent) -> ControlEvent:
         wire.name("event.instance", message.instance, empty=True),
         wire.text("event.text", message.text),
         wire.version("event.version", message.version),
-        wire.count("event.count", message.count),
+        wire.count("event.count", message.count, wire.MAX_TOTAL),
         wire.seconds("event.seconds", message.seconds),
     )
 
@@ -338,7 +338,7 @@ def view_from_proto(message: pb.InstanceRow) -> InstanceView:
         address=wire.name("instance.address", message.address, empty=True),
         state=wire.lookup("instance.state", _STATES, message.state),
         version=wire.version("instance.version", message.version),
-        held=wire.count("instance.held", message.held),
+        held=wire.count("instance.held", message.held, wire.MAX_TOTAL),
         running=wire.count("instance.running", message.running),
         waiting=wire.count("instance.waiting", message.waiting),
         tokens_per_s=wire.finite("instance.tokens_per_s", message.tokens_per_s, 0.0),

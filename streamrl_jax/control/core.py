@@ -21,6 +21,7 @@ from streamrl_jax.control.once import Once
 from streamrl_jax.control.outbox import Delivery, Outbox, Reading
 from streamrl_jax.control.placing import Place
 from streamrl_jax.control.plan import Step
+from streamrl_jax.control.planning import Planning
 from streamrl_jax.control.pool import Pool
 from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.readers import Readers
@@ -80,6 +81,7 @@ class ControllerCore:
             fence, rewards, HeldQueue(place), settings.max_attempts, intake, self.spawn, settings.dispatch
         )
         self.pool = Pool(fence, settings, launcher, access, self.work, self.spawn, on_event)
+        self._planning = Planning(self.work, self.pool.ready, self.pool.pump, self.spawn)
         self.stopped = ""
         """Why the run was asked to stop; empty: it was not."""
         self.readers = Readers(settings.readers, settings.reader_lease_s, settings.plan_timeout_s)
@@ -152,7 +154,7 @@ class ControllerCore:
     # ---------------------------------------------------------------- work
 
     def submit(self, job: Job, into: str = "", reader: int = 0, digest: bytes = b"") -> None:
-        """Queues a job and hands out what there is room for. The submissions of all readers are one.
+        """Queues a job, once it is planned, and hands out what there is room for. Equal ones of all readers are one.
 
         Args:
             job: what to do.
@@ -167,8 +169,11 @@ class ControllerCore:
         if not self._once.first(f"job {job.job_id}", reader, digest):
             return
         outbox = self._way(into) if into else self._open_way(job.job_id)
-        self.work.submit(job, outbox, self.pool.ready())
-        self.pool.pump()
+        self.work.open(job, outbox)
+        if into:
+            self.pool.pump()
+        else:
+            self._planning.add(job)
 
     def follows(self, job: Job, reader: int) -> bool:
         """Whether a reader may submit a job now: where lengths are predicted, the leader comes first.

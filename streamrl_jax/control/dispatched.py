@@ -32,7 +32,7 @@ class Dispatched:
 
     job_id: str
     policy: Policy  # "arrival" too where nothing was predicted
-    samples: int
+    samples: int  # that were answered
     planned_s: float  # 0: not predicted
     actual_s: float  # from the first hand-out to the last answer
     in_lines: bool  # whether a plan said which instance answers what
@@ -47,6 +47,7 @@ class _Account:
     lines: Lines | None
     began_s: float | None = None
     answered: int = 0
+    cancelled: int = 0
     as_planned: int = 0
     lengths: array[int] = field(default_factory=lambda: array("i"))
     errors: array[float] = field(default_factory=lambda: array("f"))  # log(length / prediction)
@@ -56,7 +57,7 @@ class Accounts:
     """Follows jobs from their first hand-out to their last answer.
 
     Call order: ``open`` a job; ``handed`` for each sample that leaves; ``answered`` for each answer that is accepted;
-    ``lost`` for each that is taken back.
+    ``lost`` for each that is taken back, ``cancelled`` for each that is given up.
     """
 
     def __init__(self) -> None:
@@ -91,13 +92,18 @@ class Accounts:
         if job.predicted is not None:
             account.errors.append(math.log(len(answer.token_ids) / job.predicted[asked.position]))
         account.answered += 1
-        if account.answered == job.size:
-            self._close(account, now_s)
+        self._close_if_complete(account, now_s)
 
     def lost(self, job: Job, asked: Member, attempt: int, instance: str) -> None:
         """An attempt was taken back."""
         if (account := self._open.get(job.job_id)) is not None:
             self._left(account, asked, attempt, instance)
+
+    def cancelled(self, job_id: str, now_s: float) -> None:
+        """A sample will not be answered: the instance that alone could have done so has left."""
+        if (account := self._open.get(job_id)) is not None:
+            account.cancelled += 1
+            self._close_if_complete(account, now_s)
 
     def recent(self) -> Sequence[float] | Float64[np.ndarray, " answers"]:
         """Lengths of the answers of the last iterations that are complete: not of those under way, whose long answers
@@ -113,9 +119,13 @@ class Accounts:
         if account.lines is not None and attempt == 0:  # later ones did not come from a line
             account.lines.done(asked.position * account.job.n + asked.index, instance)
 
-    def _close(self, account: _Account, now_s: float) -> None:
+    def _close_if_complete(self, account: _Account, now_s: float) -> None:
         job = account.job
+        if account.answered + account.cancelled < job.size:
+            return
         del self._open[job.job_id]
+        if not account.answered:
+            return
         if not job.evaluation:
             lengths = np.sort(np.asarray(account.lengths, np.float64))
             if len(lengths) > _LENGTHS:  # every so many of them, in order of length
@@ -127,7 +137,7 @@ class Accounts:
             Dispatched(
                 job_id=job.job_id,
                 policy=account.arrangement.policy,
-                samples=job.size,
+                samples=account.answered,
                 planned_s=account.arrangement.planned_s,
                 actual_s=now_s - (now_s if account.began_s is None else account.began_s),
                 in_lines=account.lines is not None,

@@ -18,7 +18,7 @@ from streamrl_jax.control.jobs import Job, Member
 from streamrl_jax.control.lines import LinePlan, Seat
 from streamrl_jax.control.placing import Waiting
 from streamrl_jax.ranker.cost import FLAT, TokenLatency
-from streamrl_jax.ranker.dispatch import Plan, Server, plan_lpt, plan_paper, plan_skewness, shares_prefix
+from streamrl_jax.ranker.dispatch import Plan, Server, plan_answers, plan_lpt, plan_paper
 from streamrl_jax.ranker.plans import caps_of
 from streamrl_jax.ranker.risk import NOISE
 
@@ -28,9 +28,17 @@ GAIN_KNOWN: Final = 0.01
 where lengths are predicted, since a queue that all share makes up for wrong predictions and a line only by stealing;
 the second where they are known."""
 
+_ALIKE: Final = 0.9
+"""Share of the largest KV cache that the smallest has where instances count as equal: what an engine finds free differs
+a little from start to start."""
+
 _UNBOUNDED: Final = 1 << 50
 """KV tokens of an instance that does not say."""
 
+_UNEQUAL: Final = (
+    "dispatch.policy = paper knows equal instances alone; these differ in their slots or KV caches, so that samples "
+    "wait in the order of their lengths, as with lpt"
+)
 _STEPS: Final = 256  # into which a token is cut, to sort by whole numbers
 _LATE: Final = 1 << 62  # places before the longest answer
 
@@ -70,6 +78,8 @@ class Arrangement:
     """In lines, instead of that queue."""
     planned_s: float = 0.0
     """From the first hand-out to the last answer, as predicted; 0: nothing was, or the cost of a step is not known."""
+    note: str = ""
+    """Why the policy is not followed, where that is worth a word."""
 
 
 def arrange(
@@ -90,8 +100,8 @@ def arrange(
 
     Returns:
         In the order of arrival without predictions, with the policy ``arrival``, or where all lengths are equal; by
-        length with the policy ``lpt``, for fewer than two instances, and where lines would not end sooner; else in
-        lines.
+        length with the policy ``lpt``, for fewer than two instances, where lines would not end sooner, and with the
+        policy ``paper`` for instances that differ; else in lines.
     """
     policy = policy_of(job, settings)
     if policy == "arrival" or job.predicted is None:
@@ -108,6 +118,8 @@ def arrange(
     shared = replace(shared, planned_s=made.seconds(balanced))
     if policy == "lpt" or len(ready) < 2 or order is None:
         return shared
+    if policy == "paper" and not made.alike():
+        return replace(shared, note=_UNEQUAL)
     if policy == "paper":
         return made.in_lines(policy, made.paper(recent if len(recent) else lengths), job.n)
     plan, answers = made.skewness()
@@ -185,8 +197,13 @@ class _Planner:
         """What the shared queue comes to."""
         return plan_lpt(self.lengths, self.job.n, self.servers, self.prompts)
 
+    def alike(self) -> bool:
+        """Whether the instances are equal, but for some of the KV cache."""
+        caches = [one.kv_tokens for one in self.servers]
+        return len({one.slots for one in self.servers}) == 1 and min(caches) >= _ALIKE * max(caches)
+
     def paper(self, recent: Sequence[float] | Lengths) -> Plan:
-        """The paper's, whose model knows equal instances alone: all are taken for as large as the smallest."""
+        """The paper's, for instances that are `alike`: all are taken for as large as the smallest."""
         slots, kv_tokens = (
             min(getattr(one, name) for one in self.servers) for name in ("slots", "kv_tokens")
         )
@@ -195,11 +212,8 @@ class _Planner:
 
     def skewness(self) -> tuple[Plan, int]:
         """The better one, and how many answers to a prompt it keeps together: all, or each for itself."""
-        n, limit = self.job.n, float(self.job.sampling.max_new_tokens)
-        if shares_prefix(self.lengths, n, self.servers, self.prompts, self.noise, limit):
-            return plan_skewness(self.lengths, n, self.servers, self.prompts, self.noise, limit), n
-        lengths, prompts = np.repeat(self.lengths, n), np.repeat(self.prompts, n)
-        return plan_skewness(lengths, 1, self.servers, prompts, self.noise, limit), 1
+        limit = float(self.job.sampling.max_new_tokens)
+        return plan_answers(self.lengths, self.job.n, self.servers, self.prompts, self.noise, limit)
 
     def in_lines(self, policy: Policy, plan: Plan, answers: int) -> Arrangement:
         """Lines as the plan says."""

@@ -337,7 +337,7 @@ class Instance:
             due = now + min(_TICK_S, self._settings.lease_s / 4)
             check_process(launched)
             held = self._shared.work.ledger.held_count(self.name)
-            if reason := self._lease.verdict(now, held, self._most_tokens()):
+            if reason := self._lease.verdict(now, held, self._most_tokens):
                 raise InstanceLost(reason)
 
     async def _keep_updated(self, client: InstanceClient) -> None:

@@ -17,6 +17,7 @@ from streamrl_jax.types import Prompt, Sampling
 _SEED_BITS: Final = 31  # every engine takes a seed of this size
 _ITERATION_BITS: Final = 20
 _LENGTH_BITS: Final = 12
+_MOST_SAMPLES: Final = 1 << 24  # of a job: a plan takes some tens of bytes for each
 LONGEST: Final = 2.0**53
 """Largest length that may be predicted, tokens."""
 
@@ -51,6 +52,11 @@ class Job:
             raise ValueError(
                 f"job {self.job_id}: {len(self.prompts)} prompts with n = {self.n}: nothing to do"
             )
+        if self.size > _MOST_SAMPLES:
+            raise ValueError(
+                f"job {self.job_id}: {len(self.prompts)} prompts with n = {self.n} are {self.size} samples; at most "
+                f"{_MOST_SAMPLES} are taken"
+            )
         if self.predicted is not None:
             _check_lengths(f"job {self.job_id}: predicted", self.predicted, len(self.prompts), LONGEST)
         if self.forced is not None:
@@ -75,30 +81,29 @@ def _check_lengths(what: str, lengths: Sequence[float], count: int, longest: flo
         )
 
 
-def engine_priority(job: Job, position: int = 0) -> int:
+def engine_priority(job: Job, position: int = 0, *, late: bool = False) -> int:
     """Folds (priority, iteration, -predicted length) into the one number that an engine's queue knows.
 
     64 bits with a sign, from the highest::
 
-        priority 32 (signed) | iteration 32                      without predictions
-        priority 32 (signed) | iteration 20 | 4095 - length 12   with them
+        priority 32 (signed) | iteration 20 | 4095 - length 12
 
-    So the priority decides between any two jobs, and training gives every iteration its own. Among predicted jobs of
-    one priority the older iteration goes first, then the longer answer. Iterations saturate at 2^20 - 1. Lengths count
-    in steps of 0.34 % (4095 log2(tokens) / 20) and saturate at 2^20 tokens; what falls together runs in the order of
-    its arrival.
+    So the priority decides between any two jobs, and training gives every iteration its own. Among jobs of one priority
+    the older iteration goes first, then what is late or not predicted, then the longer answer. Iterations saturate at
+    2^20 - 1. Lengths count in steps of 0.34 % (4095 log2(tokens) / 20) and saturate at 2^20 tokens, which is what late
+    samples count as; what falls together runs in the order of its arrival.
 
     Args:
         job: of the sample.
         position: of its prompt in the job.
+        late: whether it is added to a job whose samples were asked for before, which waits for it.
 
     Returns:
         Lower runs first.
     """
-    if job.predicted is None:
-        return (job.priority << 32) + job.iteration
-    top = (1 << _LENGTH_BITS) - 1
-    length = min(top, int(top * math.log2(job.predicted[position]) / _LONGEST_LOG2))
+    top = length = (1 << _LENGTH_BITS) - 1
+    if job.predicted is not None and not late:
+        length = min(top, int(top * math.log2(job.predicted[position]) / _LONGEST_LOG2))
     iteration = min(max(job.iteration, 0), (1 << _ITERATION_BITS) - 1)
     return (job.priority << 32) + (iteration << _LENGTH_BITS) + top - length
 

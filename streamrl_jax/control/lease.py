@@ -25,6 +25,7 @@ a second is slow, not dead: the others take the work, and ``trainer.sample_timeo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -112,14 +113,14 @@ class Lease:
         self._resumed += seconds
         self._state_since += seconds
 
-    def verdict(self, now: float, held: int, most_tokens: int | None = None) -> str:
+    def verdict(self, now: float, held: int, most_tokens: Callable[[], int | None] = lambda: None) -> str:
         """Says why the instance must be taken for dead.
 
         Args:
             now: monotonic seconds.
             held: samples that it has of ours.
             most_tokens: that it can make before an answer is finished: its slots and look-ahead, each with the
-                longest answer asked for; None: not known.
+                longest answer asked for; None: not known. Asked only while something is claimed.
 
         Returns:
             The reason, with the bound and what was measured; "" while it lives.
@@ -160,11 +161,12 @@ class Lease:
             return _over(still, bounds.lease_s, "it generated without a token", "gen.lease_s")
         return ""
 
-    def _falsehood(self, held: int, most_tokens: int | None) -> str:
-        if not held or most_tokens is None or self._claimed <= most_tokens:
+    def _falsehood(self, held: int, most_tokens: Callable[[], int | None]) -> str:
+        most = most_tokens() if held and self._claimed else None
+        if most is None or self._claimed <= most:
             return ""
         return (
-            f"it reports {self._claimed} tokens for its {held} samples, and nothing arrived; with {most_tokens} at the "
+            f"it reports {self._claimed} tokens for its {held} samples, and nothing arrived; with {most} at the "
             "most one of them is finished"
         )
 

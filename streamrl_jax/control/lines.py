@@ -8,7 +8,6 @@ slow, busy, lost or gone, and one that joins begins by taking over (decision 001
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,8 +81,6 @@ class _Line:
 
     @property
     def ends_s(self) -> float:
-        if self.abandoned:
-            return math.inf
         return (self.running_tokens + self.waiting_tokens) / self.seat.batch * self.seat.step_s
 
     @property
@@ -126,9 +123,10 @@ class Lines:
             seat.name: self._line(seat, number, order[ends[number] : ends[number + 1]])
             for number, seat in enumerate(plan.seats)
         }
-        self._abandoned: list[_Line] = []
-        # Lines in which anything waits by their ends, the latest first. An entry that is out of date comes up too
-        # early, and is put right then: whenever an end rises, another entry is made.
+        # Abandoned lines by what they would give, the longest first, and lines in which anything waits by their ends,
+        # the latest first. An entry that is out of date comes up too early, and is put right then: whenever its
+        # number rises, another entry is made.
+        self._abandoned: list[tuple[float, int, int, _Line]] = []
         self._latest: list[tuple[float, int, int, _Line]] = []
         self._entries = 0
         for line in self._lines.values():
@@ -137,6 +135,8 @@ class Lines:
         """Answers that have not left."""
         self.steals = 0
         """Units, or rests of them, that an instance took over from another's line."""
+        self.uncapped = False
+        """A cap has ended because others took what it was for, and nobody has set this to false since."""
 
     @property
     def has_caps(self) -> bool:
@@ -186,13 +186,10 @@ class Lines:
         before shorter ones of their own."""
         if (line := self._lines.get(instance)) is not None and line.waits and not line.abandoned:
             line.abandoned = True
-            self._abandoned.append(line)
-            self._enter(line)
+            self._enter_abandoned(line)
 
     def _return(self, line: _Line) -> None:
-        if line.abandoned:
-            line.abandoned = False
-            self._abandoned = [other for other in self._abandoned if other is not line]
+        line.abandoned = False
 
     def _is_own(self, line: _Line, unit: int) -> bool:
         return bool(self._plan.seat[unit] == line.number)
@@ -201,6 +198,11 @@ class Lines:
         if line.waits:
             self._entries += 1
             heapq.heappush(self._latest, (-line.ends_s, line.number, self._entries, line))
+
+    def _enter_abandoned(self, line: _Line) -> None:
+        if line.waits:
+            self._entries += 1
+            heapq.heappush(self._abandoned, (-line.next_tokens, line.number, self._entries, line))
 
     def _line(self, seat: Seat, number: int, units: Units) -> _Line:
         tokens, answers = self._plan.tokens[units], self._plan.answers
@@ -218,7 +220,7 @@ class Lines:
     def _leave(self, line: _Line, free: MutableMapping[str, int]) -> Iterator[Placement]:
         answers, name = self._plan.answers, line.seat.name
         while line.waits and free[name]:
-            if line.current < 0 and self._abandoned:
+            if line.current < 0:
                 self._prefer_abandoned(line)
             if line.current < 0:
                 line.current_tokens, line.answer = float(line.tokens[line.first]), 0
@@ -236,21 +238,35 @@ class Lines:
 
     def _prefer_abandoned(self, line: _Line) -> None:
         """Takes what goes next of an abandoned line, if that is longer than what goes next of the own one."""
-        longest = max(self._abandoned, key=lambda other: other.next_tokens)
-        if longest.next_tokens > line.next_tokens:
+        longest = self._longest_abandoned()
+        if longest is not None and longest.next_tokens > line.next_tokens:
             self._move(longest, line, 0)
-        self._abandoned = [other for other in self._abandoned if other.waits]
+
+    def _longest_abandoned(self) -> _Line | None:
+        """The abandoned line whose next prompt is the longest; None: nothing waits in any."""
+        while self._abandoned:
+            tokens, number, _, line = self._abandoned[0]
+            if not (line.abandoned and line.waits):
+                heapq.heappop(self._abandoned)
+            elif -line.next_tokens > tokens:
+                self._entries += 1
+                heapq.heapreplace(self._abandoned, (-line.next_tokens, number, self._entries, line))
+            else:
+                return line
+        return None
 
     def _take_over(self, thief: _Line) -> None:
         """Moves a unit, or the rest of one, to a line in which nothing waits.
 
-        It comes from the line that ends last; which one it is, `ranker.steal.take_over` says. Of a line that nobody
-        works on it is the longest.
+        It is the longest of those that nobody works at, else of the line that ends last; which one of that,
+        `ranker.steal.take_over` says.
         """
+        if (abandoned := self._longest_abandoned()) is not None:
+            self._move(abandoned, thief, 0)
+            return
         victim = self._last_to_end()
         begun = victim.first == len(victim.units)  # all that waits is the rest of a unit
-        place = 0 if begun or victim.abandoned else take_over(self._seen(thief), self._seen(victim))
-        self._move(victim, thief, place)
+        self._move(victim, thief, 0 if begun else take_over(self._seen(thief), self._seen(victim)))
 
     def _move(self, victim: _Line, thief: _Line, place: int) -> None:
         """Makes a waiting unit of one line the next of another, of which none has been begun; where none waits, the
@@ -258,6 +274,9 @@ class Lines:
         if victim.first < len(victim.units):
             tokens, answer = float(victim.tokens[victim.first + place]), 0
             unit = victim.remove(place)
+            if victim.abandoned and victim.first == len(victim.units):
+                # The rest of the one that was begun is longer than those that came after it.
+                self._enter_abandoned(victim)
         else:
             unit, tokens, answer = victim.current, victim.current_tokens, victim.answer
             victim.current = -1
@@ -265,7 +284,9 @@ class Lines:
         moved = self._plan.answers - answer
         victim.waiting_tokens -= tokens * moved
         thief.waiting_tokens += tokens * moved
-        victim.own -= moved * self._is_own(victim, unit)
+        if self._is_own(victim, unit):
+            victim.own -= moved
+            self.uncapped |= not victim.own and victim.seat.name in self._plan.caps
         thief.own += moved * self._is_own(thief, unit)
         self._enter(thief)
         self.steals += 1
@@ -282,7 +303,8 @@ class Lines:
                 return line
 
     def _seen(self, line: _Line) -> Line:
-        """A line as `ranker.steal` weighs it. What a running answer has written so far is not taken off."""
+        """A line as `ranker.steal` weighs it. What a running answer has written so far is not taken off; a line in
+        which anything waits ends with that."""
         waiting = line.tokens[line.first :]
         return Line(
             step_s=line.seat.step_s,
@@ -292,7 +314,7 @@ class Lines:
             answers=_View(np.broadcast_to(np.int64(self._plan.answers), len(waiting))),
             waiting_tokens=line.waiting_tokens,
             running=len(line.running),
-            longest=max(line.running.values(), default=0.0),
+            longest=0.0 if line.waits else max(line.running.values(), default=0.0),
             least_s=line.seat.least_s,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from streamrl_jax.control.events import Activity
+from streamrl_jax.gen.codec import wire
 
 
 class ActivityClock:
@@ -36,7 +37,7 @@ class ActivityClock:
 
 
 class TokenRate:
-    """Tokens in all, and a second over a sliding window.
+    """Tokens in all, and a second over a sliding window. Both stay numbers that can be sent on, whatever is reported.
 
     Args:
         window_s: how far back it looks.
@@ -49,7 +50,7 @@ class TokenRate:
 
     def add(self, tokens: int, now: float) -> None:
         """Counts tokens that were made up to now."""
-        self.total += tokens
+        self.total = min(self.total + tokens, wire.MAX_TOTAL)
         self._marks.append((now, tokens))
         self._trim(now)
 

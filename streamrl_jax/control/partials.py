@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streamrl_jax.types import FinishReason, Partial, Progress, Sampling, join_runs, slice_runs
+from streamrl_jax.types import FinishReason, Generation, Partial, Progress, Sampling, join_runs, slice_runs
 
 
 def extend(known: Partial | None, progress: Progress) -> Partial | None:
@@ -57,6 +57,26 @@ def ending(known: Partial, sampling: Sampling) -> tuple[Partial, FinishReason] |
         return None
     whole = Partial(known.token_ids[:keep], known.logprobs[:keep], slice_runs(known.versions, 0, keep))
     return whole, reason
+
+
+def whole(progress: Progress, answer: Partial, reason: FinishReason, instance: str) -> Generation:
+    """The answer that `ending` found, as its last message would have told it.
+
+    Args:
+        progress: its last tokens that came.
+        answer: all of it.
+        reason: why it ended.
+        instance: whose it is.
+    """
+    return Generation(
+        progress.sample_id,
+        progress.attempt,
+        answer.token_ids,
+        answer.logprobs,
+        answer.versions,
+        reason,
+        instance,
+    )
 
 
 def resumable(known: Partial | None, min_version: int) -> Partial | None:

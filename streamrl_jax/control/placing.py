@@ -36,12 +36,6 @@ class Room:
         """Further samples that it takes."""
         return max(0, self.capacity - self.held)
 
-    def takes(self, min_version: int, pinned: str) -> bool:
-        """Whether it may answer a sample of such needs."""
-        if not self.free or min_version > self.version or self.version == NO_VERSION:
-            return False
-        return pinned == self.instance if pinned else not self.pinned_only
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -55,8 +55,9 @@ class HeldQueue:
 
     Invariant: after ``take`` with all instances nothing is left that one of them could have taken, but for what
     ``admits`` or a plan's caps held back. So an instance whose room alone has changed can be offered alone, unless
-    ``uncapped`` says that caps have ended. A cap ends with the last waiting sample of its plan, and is 1 or more, so
-    that it strands nothing. One ``take`` costs as much as it has rooms, and a logarithm for each sample that leaves.
+    ``uncapped`` says that caps have ended. A cap ends with the last waiting sample of its plan, or with the last answer
+    that it is for, and is 1 or more, so that it strands nothing. One ``take`` costs as much as it has rooms, and a
+    logarithm for each sample that leaves.
 
     Args:
         place: chooses the instance; None: as `place_with_group`, without looking at all rooms for each sample.
@@ -204,6 +205,8 @@ class HeldQueue:
 
     def _hand_out_planned(self, planned: _Planned, offer: Offer) -> list[Placement]:
         placed = planned.lines.fill(offer.open(planned.min_version))
+        self.uncapped |= planned.lines.uncapped
+        planned.lines.uncapped = False
         offer.gave(placement.instance for placement in placed)
         self._waiting -= len(placed)
         return placed

@@ -274,9 +274,10 @@ class RemoteController:
         try:
             bound = timeout_s or self._settings.update_timeout_s
             call = getattr(client.stub, name)(metadata=client.metadata, timeout=bound)
-            for piece in pieces:
-                await call.write(piece)
-            await call.done_writing()
+            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended: the call itself says why
+                for piece in pieces:
+                    await call.write(piece)
+                await call.done_writing()
             return await call
         except grpc.aio.AioRpcError as error:
             raise ControlError(f"the controller did not take job {job.job_id}: {_words(error)}") from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from streamrl_jax.control.checks import check_beginning, check_length, check_versions
 from streamrl_jax.control.dispatched import Accounts
 from streamrl_jax.control.dispatching import (
     ARRIVAL,
@@ -15,15 +17,16 @@ from streamrl_jax.control.dispatching import (
     Ready,
     arrange,
     place_of,
+    policy_of,
     waiting_of,
 )
-from streamrl_jax.control.faults import ControlError, InstanceLost
+from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.intake import Intake
 from streamrl_jax.control.jobs import Job, Member, Roster, engine_priority, limits_of, members, sampling_of
 from streamrl_jax.control.ledger import Ledger, Verdict
 from streamrl_jax.control.lines import Lines
 from streamrl_jax.control.outbox import Outbox
-from streamrl_jax.control.partials import ending, extend, resumable
+from streamrl_jax.control.partials import ending, extend, resumable, whole
 from streamrl_jax.control.placing import Room, Waiting
 from streamrl_jax.control.queue import HeldQueue
 from streamrl_jax.control.rewards import RewardWorkers
@@ -41,6 +44,8 @@ from streamrl_jax.types import (
     Sample,
     Sampling,
 )
+
+log = logging.getLogger(__name__)
 
 _REFUSED_FOR_GOOD = frozenset(
     {RejectReason.TOO_LONG, RejectReason.SAMPLING_NOT_ALLOWED, RejectReason.INVALID}
@@ -63,7 +68,8 @@ class _Open:
 class Work:
     """Moves every sample from its job to the trainer, and back into the queue when its instance is lost.
 
-    Call order: ``submit`` a job; ``take`` fills the instances; for each message of theirs ``finished``,
+    Call order: ``open`` a job and, unless it is added to another, ``queue_up`` what ``planner`` makes of it (``submit``
+    does all of it at once); ``take`` fills the instances; for each message of theirs ``finished``,
     ``progress`` or ``rejected``; ``lost`` when one dies; ``delivered`` when the trainer has taken a sample.
 
     Invariant: beginnings of answers (`control.partials`) are kept for open samples alone, no longer than was asked
@@ -103,15 +109,23 @@ class Work:
         self._open: dict[str, _Open] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._partials: dict[str, Partial] = {}
+        self._noted: set[str] = set()
 
     def submit(self, job: Job, outbox: Outbox | None = None, ready: Sequence[Ready] = ()) -> Outbox:
-        """Queues a job's samples.
+        """Queues a job's samples; ``outbox`` is as for `open`, ``ready`` as for `planner`."""
+        outbox = self.open(job, outbox)
+        if outbox.job_id == job.job_id:
+            self.queue_up(job, self.planner(job, ready)())
+        return outbox
+
+    def open(self, job: Job, outbox: Outbox | None = None) -> Outbox:
+        """Takes a job on.
 
         Args:
             job: what to do.
-            outbox: where they are to come out, beside what comes out there already; None: one of their own. What is
-                added to another job goes first among its iteration, since it is late already.
-            ready: the instances that can be given work, which its samples are planned for.
+            outbox: where its samples are to come out, beside what comes out there already; None: one of their own.
+                What is added to another job is queued at once, and goes first among its iteration, since it is late
+                already.
 
         Returns:
             Where they will come out.
@@ -124,12 +138,38 @@ class Work:
         self._outboxes[job.job_id] = outbox
         if outbox.job_id != job.job_id:
             self.queue.add(outbox.job_id, self._draw(job), job.size)
-        else:
-            self._arrange(
-                job, arrange(job, self._dispatch, ready, self.accounts.recent(), self.accounts.noise())
-            )
-        self.offer_all = True
+            self.offer_all = True
         return outbox
+
+    def plans(self, job: Job) -> bool:
+        """Whether `planner` has more to do than nothing."""
+        return policy_of(job, self._dispatch) != "arrival"
+
+    def planner(self, job: Job, ready: Sequence[Ready]) -> Callable[[], Arrangement]:
+        """What plans a job, in any thread: it is given what is known now.
+
+        Args:
+            job: what to do.
+            ready: the instances that can be given work, which its samples are planned for.
+        """
+        return partial(arrange, job, self._dispatch, ready, self.accounts.recent(), self.accounts.noise())
+
+    def queue_up(self, job: Job, arrangement: Arrangement) -> None:
+        """Queues the samples of an open job as they were arranged."""
+        if arrangement.note and arrangement.note not in self._noted:
+            self._noted.add(arrangement.note)
+            log.warning("%s", arrangement.note)
+        if arrangement.lines is not None:
+            roster = Roster(job)
+            lines = Lines(arrangement.lines, lambda number: self._admit(job, roster.member(number)))
+            order = (job.priority, job.iteration, place_of(arrangement.lines.tokens.max()))
+            self.queue.line_up(job.job_id, order, job.min_version, lines)
+        else:
+            lines = None
+            self.queue.add(job.job_id, self._draw(job, arrangement.order), job.size)
+        if not job.probe:
+            self.accounts.open(job, arrangement, lines)
+        self.offer_all = True
 
     def take(self, rooms: Sequence[Room]) -> list[tuple[str, Assignment]]:
         """Hands out what the instances have room for, as far as the intake admits it.
@@ -153,19 +193,19 @@ class Work:
         """Takes an answer. Accepted once, its reward is computed and it goes to the trainer.
 
         Raises:
-            InstanceLost: it is empty or longer than was asked for.
+            InstanceLost: it is not as long as was asked for.
             ControlError: it holds tokens of too old a version.
         """
         if generation.finish_reason is FinishReason.ABORT:
             return self._take_back(fence, generation.sample_id, generation.attempt, instance, "was cut off")
         verdict = self.ledger.judge(fence, generation.sample_id, generation.attempt, instance)
         if verdict is Verdict.ACCEPTED:
-            self._check_length(generation)
+            check_length(self._open[generation.sample_id].limits, generation)
         verdict = self.ledger.accept(fence, generation.sample_id, generation.attempt, instance)
         if verdict is Verdict.ACCEPTED:
-            self._check_versions(generation, instance)
-            self._partials.pop(generation.sample_id, None)
             opened = self._open[generation.sample_id]
+            check_versions(opened.job, generation, instance)
+            self._partials.pop(generation.sample_id, None)
             self.accounts.answered(opened.job, opened.member, generation, time.monotonic())
             self._reward(generation)
         return verdict
@@ -188,13 +228,9 @@ class Work:
             return Verdict.DUPLICATE  # it repeats what is known, which proves no work
         elif (known := extend(before, progress)) is not None:
             sampling = self._open[progress.sample_id].limits
-            if len(known.token_ids) > sampling.longest:
-                raise InstanceLost(
-                    f"its answer to sample {progress.sample_id} has passed the {sampling.longest} tokens that were "
-                    "asked for"
-                )
+            check_beginning(sampling, progress.sample_id, known)
             if (end := ending(known, sampling)) is not None:
-                return self.finished(fence, _whole(progress, *end, instance), instance)
+                return self.finished(fence, whole(progress, *end, instance), instance)
             self._partials[progress.sample_id] = known
         return verdict
 
@@ -224,6 +260,7 @@ class Work:
         """Gives up what only this instance could have answered: it will not come back."""
         for waiting in self.queue.drop_pinned(instance):
             job_id = self._open.pop(waiting.sample_id).job.job_id
+            self.accounts.cancelled(job_id, time.monotonic())
             self._partials.pop(waiting.sample_id, None)
             outbox = self._outboxes[job_id]
             if self.ledger.cancel(waiting.sample_id):
@@ -249,9 +286,9 @@ class Work:
         return held + self.queue.pinned(instance, version)
 
     def longest(self, instance: str) -> int | None:
-        """Tokens of the longest answer that was asked of what the instance holds; None: it holds nothing."""
+        """Tokens that no answer to what the instance holds has more of; None: it holds nothing."""
         held = self.ledger.held(instance)
-        return max((self._open[sample_id].limits.longest for sample_id in held), default=None)
+        return max((self._open[sample_id].job.sampling.max_new_tokens for sample_id in held), default=None)
 
     def sizes(self) -> dict[str, int]:
         """Entries held in memory, by kind; all 0 when every job is done."""
@@ -262,18 +299,6 @@ class Work:
             "partials": len(self._partials),
             "buffered": self.intake.buffered,
         }
-
-    def _arrange(self, job: Job, arrangement: Arrangement) -> None:
-        if arrangement.lines is not None:
-            roster = Roster(job)
-            lines = Lines(arrangement.lines, lambda number: self._admit(job, roster.member(number)))
-            order = (job.priority, job.iteration, place_of(arrangement.lines.tokens.max()))
-            self.queue.line_up(job.job_id, order, job.min_version, lines)
-        else:
-            lines = None
-            self.queue.add(job.job_id, self._draw(job, arrangement.order), job.size)
-        if not job.probe:
-            self.accounts.open(job, arrangement, lines)
 
     def _draw(self, job: Job, order: Iterable[int] | None = None) -> Iterator[Waiting]:
         """Opens a job's samples as the queue asks for them, the prompts in this order; None: as they are."""
@@ -286,7 +311,10 @@ class Work:
         return self._waiting(job, asked)
 
     def _waiting(self, job: Job, asked: Member) -> Waiting:
-        return waiting_of(job, asked, self._dispatch, late=self._outboxes[job.job_id].job_id != job.job_id)
+        return waiting_of(job, asked, self._dispatch, late=self._late(job))
+
+    def _late(self, job: Job) -> bool:
+        return self._outboxes[job.job_id].job_id != job.job_id
 
     def _assignment(self, sample_id: str, instance: str) -> Assignment:
         self.ledger.dispatch(sample_id, instance)
@@ -305,7 +333,7 @@ class Work:
             attempt=attempt,
             prompt_ids=job.prompts[member.position].token_ids,
             sampling=sampling_of(job, member, attempt if resumed else 0),
-            priority=engine_priority(job, member.position),
+            priority=engine_priority(job, member.position, late=self._late(job)),
             min_version=job.min_version,
             resumed=resumed,
             probe=job.probe,
@@ -333,24 +361,6 @@ class Work:
             self._partials.pop(sample_id, None)
         self.queue.push(self._waiting(opened.job, opened.member), front=True)
         self.offer_all = True
-
-    def _check_length(self, generation: Generation) -> None:
-        """An answer that nobody asked for would break the trainer's shapes: whoever sends one is not trusted."""
-        length, limit = len(generation.token_ids), self._open[generation.sample_id].limits.longest
-        if not 1 <= length <= limit:
-            raise InstanceLost(
-                f"its answer to sample {generation.sample_id} has {length} tokens; 1 to {limit} were asked for"
-            )
-
-    def _check_versions(self, generation: Generation, instance: str) -> None:
-        """Admission bounds staleness (DESIGN rule 5): an answer that breaks it is a fault of the program."""
-        oldest = min((run.version for run in generation.versions), default=None)
-        least = self._open[generation.sample_id].job.min_version
-        if oldest is not None and oldest < least:
-            raise ControlError(
-                f"instance {instance} answered sample {generation.sample_id} with tokens of version "
-                f"{oldest}; version {least} or newer was asked for"
-            )
 
     def _reward(self, generation: Generation) -> None:
         opened, arrived_s = self._open[generation.sample_id], time.monotonic()
@@ -382,18 +392,6 @@ class Work:
             rewarded_s=time.monotonic(),
         )
         self._outboxes[job.job_id].put(sample)
-
-
-def _whole(progress: Progress, answer: Partial, reason: FinishReason, instance: str) -> Generation:
-    return Generation(
-        progress.sample_id,
-        progress.attempt,
-        answer.token_ids,
-        answer.logprobs,
-        answer.versions,
-        reason,
-        instance,
-    )
 
 
 async def _raise(error: BaseException) -> None:

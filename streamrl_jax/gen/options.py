@@ -17,6 +17,7 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.gen.access import AccessFiles
 from streamrl_jax.types import Fence
 
+_LOOKS: Final = 16  # at the threads of this process
 NO_ADDRESS_EXIT_CODE: Final = 74
 """Of an instance that could not write its address file; its log may be on the same full disk."""
 
@@ -202,10 +203,14 @@ def bind_process(device: str) -> None:
     Args:
         device: such as ``cpu:0-3``.
     """
-    cores = parse_cores(device)
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), cores)
+    cores, bound = parse_cores(device), set[str]()
+    for _ in range(_LOOKS):  # one that was not bound yet may have started another meanwhile
+        if not (found := set(os.listdir("/proc/self/task")) - bound):
+            return
+        for thread in found:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), cores)
+        bound |= found
 
 
 def engine_environment(options: EngineOptions) -> Mapping[str, str]:

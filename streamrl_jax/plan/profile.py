@@ -12,6 +12,7 @@ came back first is checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -102,10 +103,10 @@ def longer_lead(load: Load, limits: Limits) -> int:
 
 def fault(cell: Cell, steps: int, limits: Limits) -> str:
     """Why a cell cannot be measured, with the remedy; empty: it can."""
+    if cell.batch > limits.slots:  # before its load, which has a number for each of its answers
+        return f"--batches {cell.batch}: an instance runs {limits.slots} at once (gen.max_num_seqs)"
     load = load_of(cell, steps)
     longest = load.prompt + max(load.lengths)
-    if cell.batch > limits.slots:
-        return f"--batches {cell.batch}: an instance runs {limits.slots} at once (gen.max_num_seqs)"
     if load.prompt < 1:
         return (
             f"--contexts {cell.context}: {steps} steps are timed, around that context, which leaves no prompt; give "
@@ -138,7 +139,8 @@ def make_grid(limits: Limits, batches: Sequence[int], contexts: Sequence[int], s
         UserError: A cell that was asked for cannot be measured, or fewer than two batches and two contexts are left.
     """
     chosen = tuple(sorted(set(batches))) or default_batches(limits.slots)
-    found = tuple(sorted(set(contexts))) or spread(2 * steps, _longest(max(chosen), steps, limits), _CONTEXTS)
+    largest = min(max(chosen), limits.slots)
+    found = tuple(sorted(set(contexts))) or spread(2 * steps, _longest(largest, steps, limits), _CONTEXTS)
     cells = [Cell(batch, context) for batch in chosen for context in found]
     faults = {cell: said for cell in cells if (said := fault(cell, steps, limits))}
     kept = tuple(cell for cell in cells if cell not in faults)
@@ -237,15 +239,49 @@ def held_out_cells(cells: Iterable[Cell], share: float, seed: int) -> frozenset[
         seed: Of the choice.
     """
     every = sorted(cells)
-    batches, contexts = {cell.batch for cell in every}, {cell.context for cell in every}
-    inside = [
-        cell
-        for cell in every
-        if min(batches) < cell.batch < max(batches) and min(contexts) < cell.context < max(contexts)
-    ]
+    inside = _inside(every)
     count = min(len(inside), round(share * len(every)))
     chosen = np.random.default_rng(seed).permutation(len(inside))[:count]
     return frozenset(inside[place] for place in chosen)
+
+
+def _inside(cells: Sequence[Cell]) -> list[Cell]:
+    batches, contexts = {cell.batch for cell in cells}, {cell.context for cell in cells}
+    return [
+        cell
+        for cell in cells
+        if min(batches) < cell.batch < max(batches) and min(contexts) < cell.context < max(contexts)
+    ]
+
+
+def some_held_out(grid: Grid, share: float, seed: int) -> frozenset[Cell]:
+    """`held_out_cells` of a grid, at least one: the error of a profile is told on them.
+
+    Args:
+        grid: That is to be measured.
+        share: Of all its cells.
+        seed: Of the choice.
+
+    Raises:
+        UserError: There is none; says what would do.
+    """
+    if found := held_out_cells(grid.cells, share, seed):
+        return found
+    count = len(grid.cells)
+    if _inside(grid.cells):
+        raise UserError(
+            f"--holdout {share:g} of {count} cells is none, and the error is told on cells that the fit does not see; "
+            f"give {math.ceil(100 / count) / 100:g} or more"
+        )
+    batches, contexts = (
+        ",".join(map(str, sorted(values)))
+        for values in ({cell.batch for cell in grid.cells}, {cell.context for cell in grid.cells})
+    )
+    raise UserError(
+        f"--batches {batches} with --contexts {contexts}: no cell is inside this grid that could be held out "
+        f"(--holdout), and the error is told on those; give three batches and three contexts or more, that fit "
+        f"together (slots: gen.max_num_seqs, tokens: gen.max_model_len)"
+    )
 
 
 def table(profile: Profile, cells: Mapping[Cell, Sequence[StepPoint]], held_out: frozenset[Cell]) -> str:

@@ -21,7 +21,10 @@ _ORDER: Final = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """A strictly growing function from scores to tokens.
+    """A function from scores to tokens that never falls.
+
+    It grows strictly where it has two knots of different tokens. With one knot it is constant: on the prompts that it
+    was fitted to, a higher score told no longer answer, so that scores order nothing either.
 
     Invariant: the knots' scores grow strictly and their tokens never fall, both finite, so a higher score never
     gives fewer tokens; what comes out lies within the tokens of the first and the last knot.
@@ -51,8 +54,9 @@ class Calibration:
     def lengths(self, scores: Float[np.ndarray, " prompts"]) -> Float32[np.ndarray, " prompts"]:
         """Expected tokens of an answer.
 
-        Linear between the knots; a thousandth part is the score's own place, so that prompts keep their order where
-        the regression is flat and beyond its ends.
+        Linear between the knots; a thousandth part of their range is the score's own place, so that prompts keep their
+        order where the regression is flat and beyond its ends. Where it is flat from end to end there is no such range,
+        and all prompts get the same.
 
         Args:
             scores: From the ranker that this was fitted for.

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.errors import UserError
-from streamrl_jax.files import naming
+from streamrl_jax.files import check_replaceable, write_atomically
 from streamrl_jax.ranker.lengths import ObservedLengths, as_line, write_lengths
 from streamrl_jax.types import FinishReason, Prompt, Sample, Sampling
 
@@ -62,15 +62,28 @@ def check_place(path: Path) -> None:
     Raises:
         UserError: It exists already, or its folder cannot be made.
     """
-    if path.exists():
-        raise UserError(f"{path} exists already; give another --out, or remove it")
-    try:
+    with writing(path, "give another --out"):
+        if path.exists():
+            raise UserError(f"{path} exists already; give another --out, or remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial_file(path).open("w"):
-            pass
-        partial_file(path).unlink()
+    check_replaceable(path, "--out")
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Makes a system's error of a file that is written one for the user.
+
+    Args:
+        path: The file.
+        remedy: What would do.
+
+    Raises:
+        UserError: The body raised an `OSError`; names the file.
+    """
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; give another --out") from error
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; {remedy}") from error
 
 
 def partial_file(path: Path) -> Path:
@@ -79,30 +92,50 @@ def partial_file(path: Path) -> Path:
 
 
 @contextmanager
-def growing(path: Path) -> Iterator[Callable[[ObservedLengths], None]]:
+def growing(
+    path: Path, say: Callable[[str], None] = lambda text: None
+) -> Iterator[Callable[[ObservedLengths], None]]:
     """Writes rows as they come beside the file that they are meant for, and puts that one in their place at the end.
 
     Invariant: the file is there only when the body has ended well. What a broken collection has got stays in
-    ``NAME.partial``, which is overwritten by the next.
+    ``NAME.partial``, which the first row of the next one replaces.
 
     Args:
         path: The file; its rows are sorted by the prompts' ids, numbers by their size.
+        say: Is told of what is left where the body does not end well.
 
     Yields:
         Takes a row.
+
+    Raises:
+        UserError: A file cannot be written; names it.
     """
     rows: list[ObservedLengths] = []
     partial = partial_file(path)
-    with naming(partial), partial.open("w", encoding="utf-8") as stream:
 
-        def take(row: ObservedLengths) -> None:
-            rows.append(row)
-            stream.write(as_line(row))
-            stream.flush()
+    def take(row: ObservedLengths) -> None:
+        line = as_line(row).encode()
+        with writing(partial, "free some space, or give another --out"):
+            if not rows:
+                write_atomically(partial, line)
+            else:
+                with partial.open("ab") as stream:
+                    stream.write(line)
+        rows.append(row)
 
+    try:
         yield take
-    write_lengths(path, sorted(rows, key=lambda row: (len(row.prompt_id), row.prompt_id)))
-    partial.unlink()
+    except BaseException:
+        if rows:
+            say(
+                f"{partial}: the {len(rows):,} prompts whose answers were complete, in the order in which they were; "
+                f"it leans to prompts with short answers and is no set to fit a ranker to"
+            )
+        raise
+    with writing(path, f"all rows are in {partial}: free some space, and rename it"):
+        write_lengths(path, sorted(rows, key=lambda row: (len(row.prompt_id), row.prompt_id)))
+    if rows:
+        partial.unlink()
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,13 @@ __all__ = [
     "Theft",
     "equal_servers",
     "lines_of",
+    "plan_answers",
     "plan_arrival",
     "plan_lpt",
     "plan_paper",
     "plan_skewness",
     "predicted_makespan",
     "predicted_seconds",
-    "shares_prefix",
     "steal",
     "take_over",
 ]
@@ -105,15 +105,15 @@ def plan_arrival(
     return plan_of(instance, np.arange(work.lengths.size), work, servers)
 
 
-def shares_prefix(
+def plan_answers(
     lengths: Sequence[float] | Float[np.ndarray, " groups"],
     n: int,
     servers: Sequence[Server],
     prompt_tokens: Sequence[int] | Int[np.ndarray, " groups"],
     noise: float = NOISE,
     limit: float | None = None,
-) -> bool:
-    """Whether the n answers of a prompt stay on one instance.
+) -> tuple[Plan, int]:
+    """Plans as `plan_skewness`, with the n answers of a prompt on one instance or each for itself.
 
     Apart, each instance that gets one takes in the prompt again, and its cache holds it once more. Together, an
     instance gets n answers of one very long prompt at once, which may lengthen the longest line. With many prompts an
@@ -128,10 +128,11 @@ def shares_prefix(
         limit: As for `plan_skewness`.
 
     Returns:
-        False where the plan of single answers, with all their prefills, ends earlier by more than a hundredth.
+        The plan, and how many answers its groups have: 1 where the plan of single answers, with all their prefills,
+        ends earlier by more than a hundredth, else n.
     """
-    if n == 1 or len(lengths) >= _EVENS_OUT * len(servers):
-        return True
     together = plan_skewness(lengths, n, servers, prompt_tokens, noise, limit)
+    if n == 1 or len(lengths) >= _EVENS_OUT * len(servers):
+        return together, n
     apart = plan_skewness(np.repeat(lengths, n), 1, servers, np.repeat(prompt_tokens, n), noise, limit)
-    return together.makespan_s <= _WORTH * apart.makespan_s
+    return (together, n) if together.makespan_s <= _WORTH * apart.makespan_s else (apart, 1)

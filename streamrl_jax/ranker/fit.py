@@ -24,10 +24,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.calibrate import calibrate
+from streamrl_jax.ranker.held_back import split
 from streamrl_jax.ranker.lengths import ObservedLengths, merged
 from streamrl_jax.ranker.loss import LOSSES, LossName
 from streamrl_jax.ranker.metrics import concordance
 from streamrl_jax.ranker.model import (
+    RANKER_FILE,
     LengthRanker,
     Size,
     bucket,
@@ -38,15 +40,31 @@ from streamrl_jax.ranker.model import (
     score_prompts,
     scratch_arch,
 )
+from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.hf import load_critic
 from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.mesh import put
 from streamrl_jax.train.models import Model, Params
 from streamrl_jax.train.optim import decayed
 
-FEWEST_PROMPTS: Final = 16
 LARGEST_VOCABULARY: Final = 2**22
 """Of a ranker from scratch: above any tokenizer's; a damaged token id would ask for as many rows of an embedding."""
+
+
+class LossNotFiniteError(UserError):
+    """The loss of a fit has become NaN or infinite.
+
+    Args:
+        step: At which it was seen.
+        loss: It.
+        rate: Highest learning rate of the fit.
+    """
+
+    def __init__(self, step: int, loss: float, rate: float) -> None:
+        super().__init__(f"step {step}: the loss is {loss}; lower the learning rate (now {rate:g})")
+        self.step = step
+        self.loss = loss
+
 
 Report = Callable[[str], None]
 
@@ -66,7 +84,7 @@ class FitOptions:
         weight_decay: Of matrices.
         average: What is kept of the running mean of the parameters at each step; the ranker is that mean, which holds
             less of the last lists' chance than the parameters themselves; 0: it is the parameters.
-        validation: Share of the prompts that are held back.
+        validation: Share of the prompts that are held back (`held_back.split`).
         check_every: Steps between two looks at them.
         patience: Looks without a better order after which the fit ends.
         seconds: The fit ends after so long, with the best found until then.
@@ -130,6 +148,7 @@ def fit_ranker(
     *,
     device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm] (an alias at run time)
     report: Report = lambda line: None,
+    where: str = "",
 ) -> LengthRanker:
     """Fits a ranker.
 
@@ -137,22 +156,26 @@ def fit_ranker(
         rows: Observed lengths; rows of the same prompt are joined.
         options: How.
         start: What to start from: a checkpoint directory of a policy, a critic or a ranker whose vocabulary is that of
-            the prompts, or a ranker; None: from scratch.
+            the prompts, or a ranker; None: from scratch. A ranker is kept as it is, but for its calibration, unless one
+            with a better order is found.
         device: Where it computes; None: this process's first CPU device. A ranker to start from stays where it is.
         report: Is told in a line how it goes, at every look at the prompts held back.
+        where: What the rows are of, for an error: files, as a rule.
 
     Returns:
         The ranker with the best order of the prompts held back, calibrated on them.
 
     Raises:
-        UserError: There are too few prompts, the model cannot read one of them, all answers are of one length, or the
-            loss is not a number.
+        LossNotFiniteError: The loss is not a number.
+        UserError: There are too few prompts, the model cannot read one of them, or all answers are of one length.
     """
     prompts = merged(rows)
-    training, held = split(prompts, options.validation, options.seed)
+    training, held = split(prompts, options.validation, options.seed, where)
     model, params = _starting_point(prompts, options, start, device)
-    check_prompts([row.token_ids for row in prompts], model.arch)
-    found = _train(model, params, _Draws(training, options), held, report)
+    told = f"{where}: " if where else ""
+    names = [f"{told}prompt {row.prompt_id!r}" for row in prompts]
+    check_prompts([row.token_ids for row in prompts], model.arch, names)
+    found = _train(model, params, _Draws(training, options), held, report, keep_start=_is_ranker(start))
     scores = score_prompts(model, found.params, [row.token_ids for row in held])
     answers = np.array([len(row.lengths) for row in held], np.float64)
     calibration = calibrate(scores, np.array([row.mean for row in held]), answers)
@@ -168,34 +191,6 @@ def fit_ranker(
     }
     source = start.source if isinstance(start, LengthRanker) else start
     return LengthRanker(model, found.params, calibration, conditions, source)
-
-
-def split(
-    prompts: Sequence[ObservedLengths], share: float, seed: int
-) -> tuple[list[ObservedLengths], list[ObservedLengths]]:
-    """Prompts to train on, and those that are held back.
-
-    Args:
-        prompts: Each once.
-        share: Of those held back.
-        seed: Which.
-
-    Raises:
-        UserError: There are too few prompts, or all answers are of one length.
-    """
-    if len(prompts) < FEWEST_PROMPTS:
-        raise UserError(
-            f"there are lengths of {len(prompts)} prompts, a ranker needs {FEWEST_PROMPTS} or more; collect lengths of "
-            "more prompts"
-        )
-    if len({length for row in prompts for length in row.lengths}) == 1:
-        raise UserError(
-            f"all answers have {prompts[0].lengths[0]} tokens, so there is nothing to rank; where the limit cut them "
-            "all, collect lengths under a higher one"
-        )
-    order = np.random.default_rng([seed, 0]).permutation(len(prompts)).tolist()
-    count = min(max(round(share * len(prompts)), FEWEST_PROMPTS // 4), len(prompts) - FEWEST_PROMPTS // 2)
-    return [prompts[index] for index in order[count:]], [prompts[index] for index in order[:count]]
 
 
 class _Draws:
@@ -242,14 +237,22 @@ class _Found:
 
 
 def _train(
-    model: Model, params: Params, draws: _Draws, held: Sequence[ObservedLengths], report: Report
+    model: Model,
+    params: Params,
+    draws: _Draws,
+    held: Sequence[ObservedLengths],
+    report: Report,
+    *,
+    keep_start: bool,
 ) -> _Found:
-    """Steps until the order of the prompts held back gets no better, or the steps or the time are used up."""
+    """Steps until the order of the prompts held back gets no better, or the steps or the time are used up.
+
+    What it starts from is the best of them where `keep_start` says so and no step has a better order.
+    """
     options, began = draws.options, time.monotonic()
     state = _first_state(options.weight_decay, params)
-    best, average = _Found(params, 0, -math.inf, 0, 0.0), params
-    token_ids = [row.token_ids for row in held]
-    losses: list[jax.Array] = []
+    best = _Found(params, 0, _order(model, params, held) if keep_start else -math.inf, 0, 0.0)
+    average, losses = params, list[jax.Array]()
     for step in range(1, options.steps + 1):
         rate, lists = _rate(options, step), draws.next()
         params, state, loss = _step(model, options.loss, options.weight_decay, rate, params, state, lists)
@@ -262,12 +265,8 @@ def _train(
         mean = float(np.mean(jax.device_get(losses)))
         losses.clear()
         if not math.isfinite(mean):
-            raise UserError(
-                f"step {step}: the loss is {mean}; lower the learning rate (now {options.learning_rate:g})"
-            )
-        order = concordance(
-            score_prompts(model, average, token_ids), [row.lengths for row in held], [row.cut for row in held]
-        )
+            raise LossNotFiniteError(step, mean, options.learning_rate)
+        order = _order(model, average, held)
         if order > best.concordance:
             best = _Found(average, step, order, step, spent)
         report(
@@ -277,6 +276,21 @@ def _train(
         if last or step - best.step >= options.patience * options.check_every:
             return replace(best, steps=step, seconds=spent)
     raise AssertionError("the last step returns")
+
+
+def _order(model: Model, params: Params, held: Sequence[ObservedLengths]) -> float:
+    """How much of the order of the answers to prompts held back is right."""
+    scores = score_prompts(model, params, [row.token_ids for row in held])
+    return concordance(scores, [row.lengths for row in held], [row.cut for row in held])
+
+
+def refresh_rate(arch: Arch) -> float:
+    """The highest learning rate with which a ranker is trained on; a first fit's would be too high for it.
+
+    0.1 over the width, as the size of a good step of Adam falls (Yang et al. 2022, "Tensor programs V"), and 2e-3 at
+    the most: half of a first fit's (`FitOptions.learning_rate`) for `tiny`, 1.1e-4 for a pretrained model of width 896.
+    """
+    return min(2e-3, 0.1 / arch.embed)
 
 
 def _rate(options: FitOptions, step: int) -> np.float32:
@@ -329,6 +343,11 @@ def _step(
     gradient["value_head"]["bias"] = jnp.zeros_like(gradient["value_head"]["bias"])
     direction, state = _optimizer(weight_decay).update(gradient, state, params)
     return jax.tree.map(lambda param, change: param - rate * change, params, direction), state, loss
+
+
+def _is_ranker(start: Path | LengthRanker | None) -> bool:
+    """A checkpoint of a policy or a critic has no order of lengths to lose."""
+    return isinstance(start, LengthRanker) or (start is not None and (start / RANKER_FILE).is_file())
 
 
 def _starting_point(

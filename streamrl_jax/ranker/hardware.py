@@ -277,7 +277,7 @@ def named_cost(cost: str, config_json: Path, value_bytes: int = 2, tensor_parall
         if value_bytes != 2:
             raise UserError(
                 f"dispatch.cost = {cost!r} stands for a data sheet, read for 2 bytes a value, and gen.dtype has "
-                f"{value_bytes}; set gen.dtype = \"bfloat16\", or measure a step: streamrl plan profile"
+                f'{value_bytes}; set gen.dtype = "bfloat16", or measure a step: streamrl plan profile'
             )
         return roofline(ModelShape.from_config_json(config_json, value_bytes), gpu, tensor_parallel)
     path = Path(cost)

@@ -2,7 +2,7 @@
 
 A directory of `state.write_state` holds
 
-    knowledge.json   format, which ranker, predictions of the iterations in flight
+    knowledge.json   format, which ranker, which prompts, predictions of the iterations in flight
     predictor.npz    the prompts' histories, and how far they are to be trusted beside the ranker
     lengths.jsonl    the newest answers, from which the ranker learns
     ranker/          the ranker, where the run has trained it
@@ -14,7 +14,7 @@ import json
 import zipfile
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,7 +67,8 @@ class Knowledge:
         recent: The newest answers, a row a group, oldest first; bounded.
         ranker: None: there is none yet.
         trained: Whether this run has trained it, so that it is found nowhere else.
-        due: On disk: a refresh was begun and not finished.
+        due: On disk: a refresh was due or begun, and not finished.
+        prompts: Digest of the prompt set whose histories they are (`PromptSet.digest`); empty: it is not known.
     """
 
     recent: deque[ObservedLengths]
@@ -75,6 +76,17 @@ class Knowledge:
     ranker: LengthRanker | None = None
     trained: bool = False
     due: bool = False
+    prompts: str = ""
+
+    def of_other_prompts(self, prompts: str) -> Knowledge:
+        """What is left of it for another prompt set: all but what is known of single prompts by their numbers.
+
+        Args:
+            prompts: Digest of that set.
+        """
+        kept, predictor = self.predictor.to_arrays(), LengthPredictor()
+        predictor.restore(predictor.to_arrays() | {name: kept[name] for name in ("choice", "newest")})
+        return replace(self, predictor=predictor, prompts=prompts)
 
     def take_in(self, rows: Iterable[ObservedLengths], iteration: int) -> None:
         """Learns the answers of an iteration; each prompt once."""
@@ -186,6 +198,7 @@ def write_knowledge(
         "path": path,
         "trained": known.trained,
         "due": known.due,
+        "prompts": known.prompts,
         "said": {str(iteration): _as_json(entry) for iteration, entry in sorted(said.items())},
     }
     (directory / _RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -211,7 +224,8 @@ def read_knowledge(directory: Path, window: int, path: str) -> Restored:
         record: dict[str, Any] = json.loads((directory / _RECORD).read_bytes())
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']} instead of {FORMAT}")
-        known = Knowledge(deque(maxlen=window), due=record["due"])
+        # Earlier versions did not write the prompts' digest.
+        known = Knowledge(deque(maxlen=window), due=record["due"], prompts=record.get("prompts", ""))
         with np.load(directory / _ARRAYS, allow_pickle=False) as arrays:
             known.predictor.restore(arrays)
         if (directory / _LENGTHS).exists():

@@ -42,8 +42,8 @@ def recall_at(
     With k = max(1, round(share * prompts)): of the k prompts of largest `observed`, the part that is among the k of
     largest `predicted`. Ties follow one rule that knows no order of the prompts. Observed: where several are tied for
     the last of the k places (answers cut at the limit often are), any of them counts, up to the number of those
-    places. Predicted: tied ones share the places that are left evenly, which is the mean over random choices. So
-    `recall_at(share, x, x)` is 1, and a constant prediction gets what chance gets.
+    places. Predicted: of tied ones those that get the places that are left are drawn by chance, and the mean over such
+    draws is taken, exactly. So `recall_at(share, x, x)` is 1, and a constant prediction gets what chance gets.
 
     Args:
         share: 0 to 1.
@@ -61,8 +61,9 @@ def recall_at(
     certain, tied, left = _longest(observed, places)
     chosen, shared, room = _longest(predicted, places)
     weight = chosen + shared * (room / max(int(shared.sum()), 1))
-    hits = float(weight[certain].sum()) + min(float(weight[tied].sum()), float(left))
-    return hits / places
+    sure, marked = int(chosen[tied].sum()), int(shared[tied].sum())
+    hits = float(weight[certain].sum()) + min(sure, left)
+    return (hits + _mean_drawn(int(shared.sum()), marked, room, max(left - sure, 0))) / places
 
 
 def kendall_tau(predicted: Float[np.ndarray, " prompts"], observed: Float[np.ndarray, " prompts"]) -> float:
@@ -184,6 +185,21 @@ def _longest(values: Float[np.ndarray, " prompts"], places: int) -> tuple[np.nda
     last: Float64[np.ndarray, ""] = np.partition(values, len(values) - places)[len(values) - places]
     certain = values > last
     return certain, values == last, places - int(certain.sum())
+
+
+def _mean_drawn(total: int, marked: int, drawn: int, bound: int) -> float:
+    """The mean of min(marked ones drawn, bound) where `drawn` of `total` are drawn, and `marked` of those are marked.
+
+    The number of marked ones is hypergeometric; its chances follow from the ratios of neighbouring ones.
+    """
+    low, high = max(0, drawn + marked - total), min(drawn, marked)
+    if high <= bound:
+        return marked * drawn / total
+    count = np.arange(low, high, dtype=np.float64)
+    ratios = (marked - count) * (drawn - count) / ((count + 1) * (total - marked - drawn + count + 1))
+    logs = np.concatenate([[0.0], np.cumsum(np.log(ratios))])
+    chances = np.exp(logs - logs.max())
+    return float((chances * np.minimum(np.arange(low, high + 1), bound)).sum() / chances.sum())
 
 
 def _check(predicted: np.ndarray, observed: np.ndarray) -> None:

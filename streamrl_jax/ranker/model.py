@@ -98,30 +98,36 @@ class LengthRanker:
     conditions: Mapping[str, Any]
     source: Path | None = None
 
-    def scores(self, token_ids: Sequence[TokenIds]) -> Float32[np.ndarray, " prompts"]:
+    def scores(
+        self, token_ids: Sequence[TokenIds], names: Sequence[str] = ()
+    ) -> Float32[np.ndarray, " prompts"]:
         """Scores prompts; the higher one is expected to have the longer answer.
 
         Prompts of similar length are scored together, in batches of few shapes; the first call for each compiles.
 
         Args:
             token_ids: The prompts.
+            names: What to call each of them in an error; none: by its place.
 
         Raises:
             UserError: A prompt is empty, has a token outside the vocabulary, or is longer than the model's context.
         """
-        check_prompts(token_ids, self.model.arch)
+        check_prompts(token_ids, self.model.arch, names)
         return score_prompts(self.model, self.params, token_ids)
 
-    def lengths(self, token_ids: Sequence[TokenIds]) -> Float32[np.ndarray, " prompts"]:
-        """Expected tokens of an answer to each prompt, in the order of the scores.
+    def lengths(
+        self, token_ids: Sequence[TokenIds], names: Sequence[str] = ()
+    ) -> Float32[np.ndarray, " prompts"]:
+        """Expected tokens of an answer to each prompt, in the order of the scores; see `Calibration`.
 
         Args:
             token_ids: The prompts.
+            names: As for `scores`.
 
         Raises:
             UserError: As for `scores`.
         """
-        return self.calibration.lengths(self.scores(token_ids))
+        return self.calibration.lengths(self.scores(token_ids, names))
 
     def save(self, directory: Path) -> None:
         """Writes the ranker, whole or not at all; what `load` reads gives equal scores, to the bit.
@@ -216,11 +222,11 @@ def refuse_used(directory: Path) -> None:
     Raises:
         UserError: It holds something, or cannot be made.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists already; give a new directory for the ranker, or remove it")
     try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UserError(f"{directory} exists already; give a new directory for the ranker, or remove it")
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent):
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.ranker-", dir=directory.parent):
             pass
     except OSError as error:
         raise UserError(
@@ -228,28 +234,30 @@ def refuse_used(directory: Path) -> None:
         ) from error
 
 
-def check_prompts(token_ids: Sequence[TokenIds], arch: Arch) -> None:
+def check_prompts(token_ids: Sequence[TokenIds], arch: Arch, names: Sequence[str] = ()) -> None:
     """Refuses what the ranker cannot read.
 
     Args:
         token_ids: The prompts.
         arch: Of the ranker.
+        names: What to call each of them in an error: file and id, as a rule; none: by its place.
 
     Raises:
         UserError: A prompt is empty, has a token outside the vocabulary, or is longer than the context.
     """
     for place, prompt in enumerate(token_ids):
+        name = names[place] if names else f"prompt {place}"
         if not len(prompt):
-            raise UserError(f"prompt {place} has no tokens; the ranker needs at least one")
+            raise UserError(f"{name} has no tokens; the ranker needs at least one")
         low, high = int(np.min(prompt)), int(np.max(prompt))
         if low < 0 or high >= arch.vocab_size:
             raise UserError(
-                f"prompt {place} has the token id {low if low < 0 else high}, but the ranker's vocabulary has "
+                f"{name} has the token id {low if low < 0 else high}, but the ranker's vocabulary has "
                 f"{arch.vocab_size} (vocab_size); fit the ranker for the tokenizer that made these prompts"
             )
         if len(prompt) > arch.max_positions:
             raise UserError(
-                f"prompt {place} has {len(prompt)} tokens, but the ranker reads {arch.max_positions} "
+                f"{name} has {len(prompt)} tokens, but the ranker reads {arch.max_positions} "
                 "(max_position_embeddings); fit one from a checkpoint with a longer context"
             )
 

@@ -10,6 +10,9 @@
                                    │                                            │ newest answers
     thread "ranker-refresh"    swapped in ◀── trained on, every refresh_every ◀─┘
 
+There is one refresh at a time. One that takes longer than refresh_every iterations lets the next one wait: that is due,
+and begins with the first iteration that is learned after the other one's end, from the answers that are newest then.
+
 JAX computes on one CPU device of this host, never on the trainer's GPUs. Without GPUs that is one of the trainer's own
 devices; steps are small, so that neither waits long for the other. The threads run at a low priority; those of XLA,
 which do most of a step's work, have the process's.
@@ -32,8 +35,9 @@ from jaxtyping import Float32
 from streamrl_jax.config_ranker import RankerSection
 from streamrl_jax.errors import UserError
 from streamrl_jax.metrics import Value
-from streamrl_jax.ranker.background import Background
-from streamrl_jax.ranker.fit import FEWEST_PROMPTS, FitOptions, fit_ranker
+from streamrl_jax.ranker.background import Background, check_all, result_of
+from streamrl_jax.ranker.fit import FitOptions, LossNotFiniteError, fit_ranker, refresh_rate
+from streamrl_jax.ranker.held_back import FEWEST_PROMPTS
 from streamrl_jax.ranker.knowledge import (
     Knowledge,
     Predicted,
@@ -51,10 +55,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_READ: Final = 4096  # tokens of a prompt, its last ones, that a ranker learned during the run reads
 _AT_ONCE: Final = 256  # prompts that are scored between two looks at whether it is still wanted
-_LISTS: Final = (
-    (64, 48),
-    (FEWEST_PROMPTS, 12),
-)  # from so many prompts on, a step has so many; few shapes to compile
+_LISTS: Final = ((64, 48), (FEWEST_PROMPTS, 12))
+"""From so many prompts on, a step has so many; few shapes to compile."""
 _CHECK_EVERY: Final = 10  # steps between two looks, at which a refresh also sees that it is to end
 _LOOK_S: Final = 0.01
 _CLOSE_S: Final = 30.0
@@ -83,10 +85,12 @@ class _Asked:
 class OnlineForecast:
     """Keeps `train.rollouts.Forecast` and `train.keeper.SavedForecast`; one a run, in its first trainer process.
 
-    Invariants: no call waits for a thread, but for ``take`` (``max_wait_s``) and ``wait``. An iteration is predicted
-    from all that was learned before it was prepared, unless the trainer comes for it sooner: then from what is there.
-    So a resumed run predicts what it would have predicted without a break. An exception in a thread is raised by the
-    next call.
+    Invariants: no call waits for a thread, but for ``take`` (``max_wait_s``), ``wait`` (for what was saved) and
+    ``close`` (for the tasks that run). At most one refresh is begun and not done, and nothing but predictions waits for
+    it: neither what is learned nor what is saved. An iteration is predicted from all that was learned before it was
+    prepared, unless the trainer comes for it sooner: then from what is there. So a resumed run predicts what it would
+    have predicted without a break, but where that break fell into a refresh from older answers. An exception in a
+    thread is raised by the next call, of several the first.
 
     Args:
         section: ``[ranker]``.
@@ -125,19 +129,27 @@ class OnlineForecast:
         self._seconds: list[float] = []  # of refreshes, since they were last told
         self._ended = threading.Event()
         self._tail = known.has_tail
-        self._due = 0  # refreshes that are begun and not done
+        self._unfinished = 0  # refreshes that are begun and not done
+        self._due = known.due and section.refresh_every > 0  # one is to begin when there is none at work
         self._saved: Future[Path] | None = None
         self._scorer = Background("ranker-score", _CLOSE_S)
         self._learner = Background("ranker-learn", _CLOSE_S)
         self._refresher = Background("ranker-refresh", _CLOSE_S)
         self._learned: Future[Sequence[ObservedLengths]] | None = None
         self._refreshed: Future[None] | None = None
-        self._begin_to_learn([], 0, known.due and section.refresh_every > 0)
+        self._begin_to_learn([], 0, last=False)
 
     # ---------------------------------------------------------------- before an iteration
 
     def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Begins to predict an iteration's prompts; returns at once."""
+        """Begins to predict an iteration's prompts; returns at once.
+
+        What a run before a resume said of the iteration stays, unless it said it of other prompts.
+        """
+        ids = tuple(prompt.prompt_id for prompt in prompts)
+        if (said := self._said.get(iteration)) is not None and said.prompt_ids != ids:
+            log.warning("iteration %d has other prompts than were predicted; it is predicted anew", iteration)
+            del self._said[iteration]
         if iteration in self._said or iteration in self._asked:
             return
         asked = _Asked(iteration, prompts, self._begun())
@@ -162,7 +174,7 @@ class OnlineForecast:
             asked, result = self._asked.pop(iteration)
             asked.wanted.set()
             try:
-                self._said[iteration] = result.result(self._section.max_wait_s)
+                self._said[iteration] = result_of(result, self._section.max_wait_s, self._threads)
             except TimeoutError:
                 asked.missed.set()
                 self._said[iteration] = asked.silent(
@@ -200,7 +212,8 @@ class OnlineForecast:
         if seconds:
             self._metrics["ranker/refresh_s"] = sum(seconds)
         every = self._section.refresh_every
-        self._begin_to_learn(rows, iteration, not last and every > 0 and (iteration + 1) % every == 0)
+        self._due |= not last and every > 0 and (iteration + 1) % every == 0
+        self._begin_to_learn(rows, iteration, last=last)
 
     def metrics(self) -> dict[str, Value]:
         """How well the iteration last given to `learn` had been predicted; empty before there is one."""
@@ -209,15 +222,17 @@ class OnlineForecast:
     # ---------------------------------------------------------------- with a checkpoint, and at the end
 
     def save(self, step: int, keep: Collection[int]) -> None:
-        """Begins to write what is known, when everything given to `learn` is learned and trained.
+        """Begins to write what is known, when everything given to `learn` is learned.
+
+        A refresh that is at work then is not waited for: a resumed run begins it again.
 
         Args:
             step: Of the checkpoint that it goes with.
             keep: Steps of the other checkpoints; the states of those that are gone are removed.
         """
         said = {iteration: entry for iteration, entry in self._said.items() if iteration >= step}
-        before = self._begun()
-        self._saved = self._learner.do(lambda: self._write(step, said, keep, before))
+        due = self._due
+        self._saved = self._learner.do(lambda: self._write(step, said, keep, due))
 
     def wait(self) -> None:
         """Returns when what was saved is on disk; at the end of a run.
@@ -233,13 +248,17 @@ class OnlineForecast:
         if self._saved is None:
             return
         try:
-            self._saved.result(_SAVE_S)
+            result_of(self._saved, _SAVE_S, self._threads)
         except TimeoutError as error:
             where = state_directory(self._run_dir, 0).parent
             raise TimeoutError(f"the state in {where} was not written within {_SAVE_S:g} s") from error
 
     def close(self) -> None:
-        """Ends the threads; bounded."""
+        """Ends the threads; what `wait` has not waited for may be lost.
+
+        Waits for the task that each thread is at, so long as `Background` does. A refresh ends when it next looks; what
+        XLA compiles meanwhile cannot be interrupted, and the process ends after it.
+        """
         self._ended.set()
         for thread in self._threads:
             thread.close()
@@ -249,16 +268,17 @@ class OnlineForecast:
         return self._scorer, self._refresher, self._learner
 
     def _check(self) -> None:
-        for thread in self._threads:
-            thread.check()
+        check_all(self._threads)
 
     def _begun(self) -> tuple[Future[Any], ...]:
         """What is to be learned and trained so far."""
         return tuple(begun for begun in (self._learned, self._refreshed) if begun is not None)
 
-    def _begin_to_learn(self, rows: Sequence[ObservedLengths], iteration: int, refresh: bool) -> None:
+    def _begin_to_learn(self, rows: Sequence[ObservedLengths], iteration: int, *, last: bool) -> None:
+        refresh = self._due and not last and (self._refreshed is None or self._refreshed.done())
         self._learned = learned = self._learner.do(lambda: self._learn(rows, iteration, refresh))
         if refresh:
+            self._due = False
             self._refreshed = self._refresher.do(lambda: self._refresh(learned))
 
     # ---------------------------------------------------------------- in the thread that scores
@@ -279,6 +299,7 @@ class OnlineForecast:
             return asked.silent("not in time", share)
         with self._lock:
             tokens = self._known.predictor.predict(ids, scored, asked.iteration).clip(1, self._longest)
+        # As with a calibration that is flat, of a ranker whose scores have told nothing; histories count beside it.
         if tokens.max() <= tokens.min():
             return asked.silent("nothing is known yet that tells one prompt from another", share)
         return Predicted(tuple(prompt.prompt_id for prompt in asked.prompts), tokens, share)
@@ -309,23 +330,41 @@ class OnlineForecast:
         with self._lock:  # at once, so that nobody predicts from answers whose lengths are not judged yet
             known.take_in(rows, iteration)
             self._tail = tail = known.has_tail
-            self._due += refresh
+            self._unfinished += refresh
         return list(known.recent) if refresh and tail else []
 
     def _refresh(self, learned: Future[Sequence[ObservedLengths]]) -> None:
-        """Trains the ranker on; the new one takes the place of the old one when it is done."""
+        """Trains the ranker on; the new one takes the place of the old one when it is done.
+
+        A fit whose loss is no number is given up, with a warning: predictions steer, and a run can do without a newer
+        ranker.
+        """
+        answers = learned.result()
+        if self._ended.is_set():
+            return  # it stays due
         begun, before = time.monotonic(), self._known.ranker
-        rows = merged(replace(row, token_ids=self._read(before, row.token_ids)) for row in learned.result())
+        rows = merged(replace(row, token_ids=self._read(before, row.token_ids)) for row in answers)
         found = None
         if len(rows) >= FEWEST_PROMPTS:
             size = next(size for least, size in _LISTS if len(rows) >= least)
+            rate = self._options.learning_rate if before is None else refresh_rate(before.model.arch)
+            options = replace(self._options, list_size=size, learning_rate=rate)
             try:
-                found = fit_ranker(rows, replace(self._options, list_size=size), before, report=self._look)
+                found = fit_ranker(rows, options, before, report=self._look)
             except _EndedEarlyError:
                 return  # it stays due
+            except LossNotFiniteError as error:
+                log.warning(
+                    "the ranker was to be trained on with the answers to %d prompts, but at step %d the loss was %s: "
+                    "%s; the next refresh tries again",
+                    len(rows),
+                    error.step,
+                    error.loss,
+                    "it stays as it was" if before is not None else "there is none yet",
+                )
             self._seconds.append(time.monotonic() - begun)
         with self._lock:
-            self._due -= 1
+            self._unfinished -= 1
             if found is not None:
                 self._known.ranker, self._known.trained = replace(found, source=None), True
 
@@ -334,15 +373,10 @@ class OnlineForecast:
         if self._ended.is_set():
             raise _EndedEarlyError
 
-    def _write(
-        self, step: int, said: dict[int, Predicted], keep: Collection[int], before: Sequence[Future[Any]]
-    ) -> Path:
-        while not (_all_done(before) or self._ended.is_set()):
-            self._ended.wait(_LOOK_S)
-
+    def _write(self, step: int, said: dict[int, Predicted], keep: Collection[int], due: bool) -> Path:
         def fill(directory: Path) -> None:
             with self._lock:
-                known = replace(self._known, due=self._due > 0)
+                known = replace(self._known, due=due or self._unfinished > 0)
                 arrays = known.predictor.to_arrays()
             write_knowledge(known, arrays, said, self._section.path, directory)
 

@@ -19,6 +19,9 @@ FOLDER: Final = "ranker"
 """Within the run directory."""
 
 _STEP: Final = re.compile(r"step_(\d+)")
+_LEFT: Final = re.compile(
+    r"step_\d+(\.part)?(\.deleting)*"
+)  # half of one, written or removed when a run was killed
 
 
 def state_directory(run_dir: Path, step: int) -> Path:
@@ -28,6 +31,8 @@ def state_directory(run_dir: Path, step: int) -> Path:
 
 def write_state(run_dir: Path, step: int, fill: Callable[[Path], None], keep: Collection[int]) -> Path:
     """Writes the state of a step, and removes those that no checkpoint is there for any more.
+
+    Of what lies beside it nothing is touched but directories of such names as this makes.
 
     Args:
         run_dir: The run directory.
@@ -48,9 +53,13 @@ def write_state(run_dir: Path, step: int, fill: Callable[[Path], None], keep: Co
     draft.rename(final)
     sync_directory(final.parent)
     for path in final.parent.iterdir():
-        match = _STEP.fullmatch(path.name)
-        if match is None or (int(match[1]) != step and int(match[1]) not in keep):
-            _remove(path)
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if match := _STEP.fullmatch(path.name):
+            if int(match[1]) != step and int(match[1]) not in keep:
+                _remove(path)
+        elif _LEFT.fullmatch(path.name):
+            shutil.rmtree(path)
     return final
 
 
@@ -62,7 +71,7 @@ def state_faults(run_dir: Path, step: int) -> list[str]:
 
 def _remove(directory: Path) -> None:
     """Takes its name away first, so that half of it is never seen under it."""
-    if not directory.exists():
+    if not directory.is_dir():
         return
     doomed = directory.with_name(f"{directory.name}.deleting")
     shutil.rmtree(doomed, ignore_errors=True)

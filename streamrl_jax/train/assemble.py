@@ -178,7 +178,7 @@ def _open_forecast(
     from streamrl_jax.ranker.restore import begin
 
     origin = restore and (restore.source.directory.parent, restore.step)
-    known, said = begin(cfg.ranker, LengthRanker.load, origin)
+    known, said = begin(cfg.ranker, LengthRanker.load, inputs.train_prompts, origin)
     longest, vocabulary = cfg.data.max_response_length, inputs.arch.vocab_size
     sizes = {"longest": longest, "vocab_size": vocabulary, "seed": cfg.run.seed}
     forecast = OnlineForecast(cfg.ranker, known, said, home.path, **sizes)

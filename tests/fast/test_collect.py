@@ -20,7 +20,8 @@ from streamrl_jax.config import Config
 from streamrl_jax.data import load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
-from streamrl_jax.ranker.collect import gathered, growing, partial_file, spread_of
+from streamrl_jax.ranker import collect
+from streamrl_jax.ranker.collect import check_place, gathered, growing, partial_file, spread_of
 from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths, write_lengths
 from streamrl_jax.samples_log import SampleLog
 from streamrl_jax.types import Fence, FinishReason, Generation, Prompt, Sample, VersionRun
@@ -77,14 +78,38 @@ def test_a_file_is_there_when_all_of_it_is(tmp_path: Path) -> None:
 
 def test_a_broken_collection_leaves_what_it_has_under_another_name(tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
-    with pytest.raises(KeyboardInterrupt), growing(path) as take:
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt), growing(path, said.append) as take:
         take(row("3", 5))
         raise KeyboardInterrupt
+    assert len(said) == 1 and said[0].startswith(f"{partial_file(path)}: the 1 prompts")
+    assert "leans to prompts with short answers" in said[0]
     assert list(tmp_path.iterdir()) == [partial_file(path)]
     assert [one.lengths for one in read_lengths(partial_file(path))] == [(5,)]
+    check_place(path)
+    with pytest.raises(ValueError, match="before any row"), growing(path, said.append):
+        raise ValueError("before any row")
+    assert [one.lengths for one in read_lengths(partial_file(path))] == [(5,)] and len(said) == 1
     with growing(path) as take:
         take(row("4", 5))
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_at_the_end_names_the_file_and_where_the_rows_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, rows: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(collect, "write_lengths", full)
+    path = tmp_path / "lengths.jsonl"
+    with (
+        pytest.raises(UserError, match=r"jsonl cannot be written: No space .* all rows are in .*\.partial"),
+        growing(path) as take,
+    ):
+        for name in ("2", "1"):
+            take(row(name, 5))
+    assert [one.prompt_id for one in read_lengths(partial_file(path))] == ["2", "1"]
 
 
 def test_the_spread_tells_chance_from_what_the_prompt_determines() -> None:
@@ -168,21 +193,29 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return capsys.readouterr().err
 
 
-def test_bad_input_is_told_by_name(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_told_by_name(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "serving", None)  # all of it is told before an instance starts
     config = write_config(world)
     taken, new = tmp_path / "taken.jsonl", tmp_path / "new.jsonl"
     taken.write_text("")
     (tmp_path / "file").write_text("")
     assert "taken.jsonl exists already" in told(capsys, config, "--out", taken)
     assert "cannot be written: File exists" in told(capsys, config, "--out", tmp_path / "file" / "a.jsonl")
+    assert "cannot be written: File name too long" in told(capsys, config, "--out", tmp_path / ("x" * 300))
+    assert "--prompts 999999: task:arithmetic holds" in told(
+        capsys, config, "--prompts", "999999", "--out", new
+    )
     assert "A configuration file is needed" in told(capsys, "--out", new)
     assert "data.test is empty" in told(capsys, config, "data.test=", "--split", "test", "--out", new)
     assert "no recorded samples" in told(capsys, "--run", tmp_path, "--out", new)
     refused = told(capsys, config, "--run", tmp_path, "--out", new, "--n", "3", "--seed", "0")
     assert "--n, --seed, a configuration cannot be given beside it" in refused
-    with pytest.raises(SystemExit):
-        main(["rank", "collect", str(config), "--out", str(new), "--prompts", "0"])
-    assert "'0' is no number of them" in capsys.readouterr().err
+    for option, value, said in (("--prompts", "0", "no number of them"), ("--seed", "-1", "no seed; give")):
+        with pytest.raises(SystemExit) as ended:
+            main(["rank", "collect", str(config), "--out", str(new), option, value])
+        assert ended.value.code == 2 and f"{option}: '{value}' is {said}" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken.jsonl"]
 
 

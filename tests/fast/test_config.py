@@ -93,6 +93,11 @@ def test_what_contradicts_itself_is_refused(table: dict[str, Any], named: str) -
         Config.model_validate(table)
 
 
+def test_a_seed_below_zero_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"run\.seed\s+Input should be greater than or equal to 0"):
+        Config.model_validate({"run": {"seed": -1}})
+
+
 @pytest.mark.parametrize(
     ("table", "streams"),
     [

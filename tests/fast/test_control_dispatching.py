@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import defaultdict
@@ -33,7 +34,7 @@ from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.work import Work
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.ranker.cost import Ramp, TokenLatency
-from streamrl_jax.ranker.plans import Server
+from streamrl_jax.ranker.plans import Plan, Server
 from streamrl_jax.ranker.risk import NOISE
 from streamrl_jax.ranker.skewness import plan_skewness
 from streamrl_jax.rewards import RewardResult
@@ -127,6 +128,38 @@ def test_lines_are_made_where_they_end_sooner() -> None:
     assert found.lines.caps == {name: cap for name, cap in caps.items() if cap < 8} != {}
 
 
+@pytest.mark.parametrize("odd", [Ready("c", 8, 600), Ready("c", 1, 9000)])
+def test_one_odd_instance_does_not_make_the_papers_batches_small(
+    odd: Ready, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its model knows equal instances alone. A little less KV cache makes no difference."""
+    ready = [Ready("a", 8, 9000), Ready("b", 8, 8800)]
+    even = arrange(job(LONG_TAIL), by("paper"), ready, ())
+    assert even.lines is not None and not even.note
+    found = arrange(job(LONG_TAIL), by("paper"), [*ready, odd], ())
+    assert found.lines is None and found.order is not None and found.order.tolist()[:2] == [0, 1]
+    jobs = work(by("paper"))
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            jobs.submit(job(LONG_TAIL, number=number), None, [*ready, odd])
+    assert [record.message for record in caplog.records] == [found.note]
+
+
+def test_no_plan_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for whole prompts and one for single answers, whichever is followed."""
+    made: list[int] = []
+
+    def counted(lengths: Sequence[float], *rest: Any) -> Plan:
+        made.append(len(lengths))
+        return plan_skewness(lengths, *rest)
+
+    monkeypatch.setattr("streamrl_jax.ranker.dispatch.plan_skewness", counted)
+    for lengths, n in (([400.0, 10.0], 8), (LONG_TAIL, 2)):
+        made.clear()
+        arrange(job(lengths, n), by("skewness"), TWO, ())
+        assert made == [len(lengths), len(lengths) * n]
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.floats(1, 1e4), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 4),
@@ -191,7 +224,10 @@ def test_longest_first_from_the_shared_queue_and_late_ones_before_all() -> None:
     late = replace(job([3.0], 1), job_id="train/3+0")
     outbox.grow(0)
     jobs.submit(late, outbox)
-    found = [one.sample_id.removeprefix("train/3") for _, one in taken(jobs, {"a": 0})]
+    handed = [one for _, one in taken(jobs, {"a": 0})]
+    assert [one.priority for one in handed] == sorted(one.priority for one in handed), "inside the engine too"
+    assert handed[0].priority < handed[1].priority
+    found = [one.sample_id.removeprefix("train/3") for one in handed]
     assert found == ["+0/0/0", "/2/0", "/2/1", "/0/0", "/0/1", "/3/0", "/3/1", "/1/0", "/1/1"]
 
 

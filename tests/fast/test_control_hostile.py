@@ -12,12 +12,15 @@ from typing import Any
 import grpc
 import pytest
 
+from streamrl_jax.control.codec import view_from_proto, view_to_proto
 from streamrl_jax.control.controller import Controller
-from streamrl_jax.control.events import ControlEvent, EventKind
+from streamrl_jax.control.events import ControlEvent, EventKind, InstanceView
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.link import ANSWERS
+from streamrl_jax.control.meter import TokenRate
 from streamrl_jax.gen import codec, net
 from streamrl_jax.gen.client import InstanceClient, InstanceError
+from streamrl_jax.gen.codec import wire
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.launch import StaticLauncher
 from streamrl_jax.proto import streamrl_pb2 as pb
@@ -54,8 +57,10 @@ Reply = Callable[[pb.GenerateRequest], list[bytes]]
 """What it sends for a message on the stream."""
 
 
-def welcome(request: pb.GenerateRequest, slots: int = 4) -> list[bytes]:
-    greeting = pb.GenerateResponse(welcome=codec.info_to_proto(replace(INFO, slots=slots)))
+def welcome(request: pb.GenerateRequest, slots: int = 4, kv_tokens: int = 0) -> list[bytes]:
+    greeting = pb.GenerateResponse(
+        welcome=codec.info_to_proto(replace(INFO, slots=slots, kv_tokens=kv_tokens))
+    )
     beat = pb.GenerateResponse(heartbeat=codec.heartbeat_to_proto(FENCE, IDLE))
     credit = pb.GenerateResponse(credit=pb.Credit(count=1000))
     return [message.SerializeToString() for message in (greeting, beat, credit)]
@@ -101,6 +106,12 @@ def beyond_its_credit(request: pb.GenerateRequest) -> list[bytes]:
     if request.WhichOneof("kind") == "hello":
         return welcome(request)
     return [of_length(4)(pb.Assign(sample_id="nobody's")).SerializeToString()] * (ANSWERS + 1)
+
+
+def boasting(request: pb.GenerateRequest) -> list[bytes]:
+    """It holds nothing, and has made more tokens than a total of them may be."""
+    beat = codec.heartbeat_to_proto(FENCE, replace(IDLE, tokens_since_last=wire.MAX_TOTAL))
+    return [*welcome(request), *[pb.GenerateResponse(heartbeat=beat).SerializeToString()] * 2]
 
 
 class Hostile:
@@ -153,6 +164,8 @@ CASES: dict[str, tuple[bytes, Reply]] = {
     "its greeting is garbage": (GOOD_STATUS, lambda request: [GARBAGE]),
     "its greeting is random": (GOOD_STATUS, lambda request: [RANDOM]),
     "its greeting names no slots": (GOOD_STATUS, lambda request: welcome(request, slots=0)),
+    "its KV cache holds no answer": (GOOD_STATUS, lambda request: welcome(request, kv_tokens=1)),
+    "it reports tokens beyond all measure": (GOOD_STATUS, boasting),
     "it greets with something else": (
         GOOD_STATUS,
         lambda request: [pb.GenerateResponse(credit=pb.Credit(count=1)).SerializeToString()],
@@ -197,6 +210,15 @@ def test_nonsense_costs_an_endpoint_its_place_and_the_run_nothing(case: str) -> 
         controller.close()
         world.call(hostile.server.stop(0))
         world.close()
+
+
+def test_what_is_reported_again_and_again_adds_up_to_what_can_be_told_on() -> None:
+    rate = TokenRate()
+    for second in range(3):
+        rate.add(wire.MAX_TOTAL, float(second))
+    view = InstanceView("a", "", InstanceState.IDLE, 0, 0, 0, 0, rate.per_s(3.0), rate.total, 0)
+    assert view_from_proto(view_to_proto(view)).tokens == wire.MAX_TOTAL
+    assert view_from_proto(view_to_proto(replace(view, held=2 * wire.MAX_COUNT))).held == 2 * wire.MAX_COUNT
 
 
 def test_one_that_greets_and_breaks_off_again_and_again_is_not_spun_around() -> None:

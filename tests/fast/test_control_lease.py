@@ -126,13 +126,26 @@ def test_after_an_update_the_engine_gets_the_whole_lease_for_its_next_token() ->
 
 def test_tokens_that_are_reported_and_never_arrive() -> None:
     lease = lived([(float(t), beat(InstanceState.GENERATING, tokens=100)) for t in range(1, 51)])
-    assert lease.verdict(50, held=4, most_tokens=5000) == ""
+    assert lease.verdict(50, held=4, most_tokens=lambda: 5000) == ""
     lease.observe(beat(InstanceState.GENERATING, tokens=1), 51)
     assert "reports 5001 tokens for its 4 samples, and nothing arrived" in lease.verdict(
-        51, 4, most_tokens=5000
+        51, 4, most_tokens=lambda: 5000
     )
     lease.heard(51)
-    assert lease.verdict(51, held=4, most_tokens=5000) == ""
+    assert lease.verdict(51, held=4, most_tokens=lambda: 5000) == ""
+
+
+def test_what_it_may_hold_is_asked_only_of_one_that_claims_something() -> None:
+    def asked() -> int:
+        raise AssertionError("it costs as much as the samples that are held")
+
+    lease = lived([(1.0, beat(InstanceState.GENERATING, tokens=100))])
+    lease.heard(1.5)
+    assert lease.verdict(2, held=4, most_tokens=asked) == ""
+    lease.observe(beat(InstanceState.GENERATING, tokens=100), 2)  # may be of what came before
+    assert lease.verdict(2, held=4, most_tokens=asked) == ""
+    lease.observe(beat(InstanceState.GENERATING, tokens=100), 3)
+    assert "nothing arrived" in lease.verdict(3, held=4, most_tokens=lambda: 99)
 
 
 def test_a_report_may_be_of_the_answers_that_came_before_it() -> None:
@@ -141,9 +154,9 @@ def test_a_report_may_be_of_the_answers_that_came_before_it() -> None:
     for second in range(1, 6):
         lease.heard(second - 0.01)
         lease.observe(beat(InstanceState.GENERATING, tokens=1_000_000), second)
-        assert lease.verdict(second, held=4, most_tokens=5000) == ""
+        assert lease.verdict(second, held=4, most_tokens=lambda: 5000) == ""
     lease.observe(beat(InstanceState.GENERATING, tokens=5001), 6)
-    assert "nothing arrived" in lease.verdict(6, held=4, most_tokens=5000)
+    assert "nothing arrived" in lease.verdict(6, held=4, most_tokens=lambda: 5000)
 
 
 def test_answers_that_have_to_be_dropped_prove_no_engine() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl_jax.control.lines import LinePlan, Lines, Seat
+from streamrl_jax.control.lines import LinePlan, Lines, Seat, _Line
 from streamrl_jax.control.placing import Placement, Room, Waiting
 from streamrl_jax.control.queue import HeldQueue
 
@@ -98,6 +99,96 @@ def test_a_cap_ends_with_the_long_answers_that_it_was_for() -> None:
     lines.done(1, "a")
     assert lines.cap("a") is None
     assert numbers(lines.fill({"a": 9})) == {"a": [4, 5]}
+
+
+def test_a_cap_that_ends_since_others_took_what_it_was_for_is_told() -> None:
+    """The capped one has said nothing itself: unless it is offered again it waits for a message of its own."""
+    queue = HeldQueue()
+    lines = Lines(line_plan([0, 1, 1, 1], [9, 8, 7, 6], caps={"a": 1}), drawn)
+    queue.line_up("0", (0, 3), 0, lines)
+    busy = Room("a", 0, 4, 1)  # with an older job's answer, which fills it up to its cap
+    assert numbers(queue.take([Room("b", 0, 2, 0), busy])) == {"b": [1, 2]} and not queue.uncapped
+    assert numbers(queue.take([Room("b", 0, 4, 2)])) == {"b": [3, 0]}
+    assert lines.cap("a") is None and queue.uncapped
+
+
+def test_a_cap_that_ends_by_a_theft_lets_its_instance_fill_up() -> None:
+    queue = HeldQueue()
+    queue.line_up("0", (0, 3), 0, Lines(line_plan([0, 1, 1, 1, 1], [9, 2, 1, 1, 1], caps={"a": 1}), drawn))
+    assert numbers(queue.take([Room("b", 0, 1, 0), Room("a", 0, 4, 1)])) == {"b": [1]}
+    assert numbers(queue.take([Room("c", 0, 1, 0)])) == {"c": [0]} and queue.uncapped
+    assert numbers(queue.take([Room("a", 0, 4, 1)])) == {"a": [2, 3, 4]}, "beyond its cap"
+
+
+def test_a_line_in_which_something_waits_ends_with_that() -> None:
+    """As the simulation weighs it: the longest answer that runs there ends no later for what is taken over."""
+    lines = Lines(line_plan([0, 0, 0, 1], [1000, 700, 1, 600]), drawn)
+    assert numbers(lines.fill({"a": 1, "b": 1})) == {"a": [0], "b": [3]}
+    assert numbers(lines.fill({"b": 1})) == {"b": [2]}, "with 700 more it would end after 425.25 s"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=24), st.integers(1, 3), st.lists(st.integers(0, 4), max_size=5),
+    st.lists(st.integers(0, 1), max_size=40),
+)  # fmt: skip
+def test_of_abandoned_lines_the_longest_goes_first(
+    tokens: list[int], answers: int, before: list[int], turns: list[int]
+) -> None:
+    """Against a look at all of them, also where a unit was begun before, and while instances come back and go again."""
+    names = [*(f"x{number}" for number in range(5)), "own"]
+    plan = line_plan(
+        [at % 6 for at in range(len(tokens))], [float(one) for one in tokens], answers, names=names
+    )
+    lines = Lines(plan, drawn)
+    for name, count in zip(names, before, strict=False):
+        lines.fill({name: min(count, answers - 1)})  # begins a unit
+    for name in names[:5]:
+        lines.abandon(name)
+    own = lines._lines["own"]
+    for turn, back in enumerate(turns):
+        name = names[turn % 5]
+        if back:
+            lines.fill({name: 1})
+            lines.abandon(name)
+        waits = [line for line in lines._lines.values() if line is not own and line.waits]
+        fresh = own.current < 0 and (waits or own.waits)
+        longest = max((line.next_tokens for line in [*waits, own]), default=0.0)
+        placed = lines.fill({"own": 1})
+        if fresh:
+            (taken,) = numbers(placed)["own"]
+            assert tokens[taken // answers] == longest
+
+
+def test_the_rest_of_a_prompt_counts_once_nothing_else_waits_there() -> None:
+    """It is longer than what was taken before it, and than what another one leaves behind meanwhile."""
+    lines = Lines(line_plan([0, 0, 1, 1], [9, 3, 6, 5], answers=2), drawn)
+    assert numbers(lines.fill({"a": 1})) == {"a": [0]}
+    lines.abandon("a")
+    assert numbers(lines.fill({"c": 2})) == {"c": [2, 3]}
+    lines.abandon("b")
+    assert numbers(lines.fill({"c": 2})) == {"c": [1, 4]}
+
+
+def test_what_the_longest_abandoned_prompt_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logarithm, not a look at each line that was abandoned."""
+    looks = Counter[str]()
+    looked = _Line.next_tokens.fget
+    assert looked is not None
+
+    def counted(line: _Line) -> float:
+        looks["at a line"] += 1
+        return looked(line)
+
+    monkeypatch.setattr(_Line, "next_tokens", property(counted))
+    names = [f"x{number}" for number in range(501)]
+    plan = line_plan([at % 500 for at in range(2000)], [float(at % 97) for at in range(2000)], names=names)
+    lines = Lines(plan, drawn)
+    for name in names[:500]:
+        lines.abandon(name)
+    looks.clear()
+    assert len(lines.fill({"x500": 2000})) == 2000
+    assert looks["at a line"] < 20 * 2000
 
 
 # ---------------------------------------------------------------- in the queue

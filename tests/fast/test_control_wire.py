@@ -135,6 +135,88 @@ def test_another_life_neither_acknowledges_nor_takes_samples() -> None:
             assert found[0] == found[1] and len(set(found[0])) == 16
 
 
+@contextmanager
+def fenced() -> Iterator[str]:
+    """A server of a run that a caller of another life finds at the address that it knows; its address."""
+    with scripted(Scripted()) as remote:
+        yield remote._peer.address
+
+
+def stale_submission(address: str, pause_s: float, *, ends: bool) -> float:
+    """Writes two pieces of a job as an earlier life does, without the line that would tell it first.
+
+    Returns:
+        How long the refusal took after the second piece.
+    """
+
+    async def scene() -> float:
+        channel = net.open_channel(address, net.OPEN)
+        call = rpc.RunControlStub(channel).Submit(metadata=fence_metadata(Fence("run", 1)), timeout=20)
+        try:
+            await call.write(pb.SubmitRequest(reader=0))
+            await asyncio.sleep(pause_s)
+            await call.write(pb.SubmitRequest(reader=0, last=True))
+            if ends:
+                await call.done_writing()
+            begun = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError, match="a life of this one that is over") as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            return time.monotonic() - begun
+        finally:
+            await channel.close()
+
+    return asyncio.run(scene())
+
+
+def test_a_refused_caller_that_still_writes_is_told_why() -> None:
+    """A call that ended under its hands would report an error of its own in place of the refusal."""
+    with fenced() as address:
+        stale_submission(address, 0.3, ends=True)
+
+
+def test_a_refused_caller_that_never_ends_is_not_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl_jax.control.fencing._WRITES_S", 0.5)
+    with fenced() as address:
+        assert 0.2 < stale_submission(address, 0.0, ends=False) < 5
+
+
+def test_a_submission_that_ends_while_it_is_written_tells_why() -> None:
+    class Refusing(Scripted):
+        async def Submit(self, request_iterator: Any, context: Any) -> pb.Done:
+            await anext(request_iterator)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "a piece too large")
+            raise AssertionError("it was aborted")
+
+    class Slow:
+        """A call that pauses before every piece but the first, so that its end comes between two."""
+
+        def __init__(self, call: Any) -> None:
+            self.call, self.pieces = call, 0
+
+        async def write(self, piece: Any) -> None:
+            await asyncio.sleep(0.3 if self.pieces else 0.0)
+            self.pieces += 1
+            await self.call.write(piece)
+
+        async def done_writing(self) -> None:
+            await asyncio.sleep(0.3)
+            await self.call.done_writing()
+
+        def __await__(self) -> Any:
+            return self.call.__await__()
+
+    with scripted(Refusing()) as remote:
+        assert remote._client is not None
+        submit = remote._client.stub.Submit
+        remote._client.stub.Submit = lambda **rest: Slow(submit(**rest))
+        with pytest.raises(
+            ControlError, match=r"did not take job train/0: RESOURCE_EXHAUSTED: a piece too large"
+        ):
+            ids = np.zeros(200_000, np.int32)  # in a piece each
+            remote.submit(replace(job(0), prompts=[Prompt(str(row), ids, {}) for row in range(3)]))
+
+
 TORN = {
     "no such process": ("Samples", pb.SamplesRequest(reader=7, job_id="train/0"), "no trainer process 7"),
     "samples of nothing": ("Samples", pb.SamplesRequest(reader=1), "samples.job_id is empty"),
@@ -150,6 +232,10 @@ TORN = {
     "half a job": ("Submit", pb.SubmitRequest(reader=1, job=pb.JobHead(job_id="x", n=1)), "the last piece is missing"),
     "a job of nothing": (
         "Submit", pb.SubmitRequest(reader=1, job=pb.JobHead(job_id="x"), last=True), "submit.job.n = 0"),
+    "a job beyond all measure": (
+        "Submit", pb.SubmitRequest(reader=1, job=pb.JobHead(job_id="x", n=2**20, sampling=stream_pb.Sampling(
+            temperature=1.0, max_new_tokens=8)), prompts=[pb.PromptRow(prompt_id=str(row), token_ids=bytes(4),
+            columns=b"{}") for row in range(20)], last=True), "20 prompts with n = 1048576 are 20971520 samples"),
     "a step without a name": ("Acknowledge", pb.AcknowledgeRequest(reader=1), "step.kind is empty"),
     "a long digest": (
         "Acknowledge", pb.AcknowledgeRequest(reader=1, kind="x", digest=bytes(65)), "step.digest has 65 bytes"),

@@ -145,7 +145,7 @@ def test_engine_priority_puts_earlier_iterations_first_and_probes_before_all() -
 def test_engine_priority_puts_longer_answers_first_within_an_iteration(
     jobs: list[tuple[int, int, float]],
 ) -> None:
-    """Priority, then iteration, then length in steps of 0.34 %; without predictions it is as it was."""
+    """Priority, then iteration, then length in steps of 0.34 %; what is late or not predicted before those."""
 
     def number(priority: int, iteration: int, length: float | None) -> int:
         predicted = None if length is None else [length]
@@ -153,14 +153,18 @@ def test_engine_priority_puts_longer_answers_first_within_an_iteration(
 
     for first, second in pairwise(jobs):
         (priority, iteration, length), (other_priority, other_iteration, other) = first, second
-        assert number(priority, iteration, None) == (priority << 32) + iteration
+        assert number(priority, iteration, None) == (priority << 32) + (iteration << 12)
+        assert number(priority, iteration, None) <= number(*first) < number(priority, iteration + 1, None)
+        late = replace(train(), priority=priority, iteration=iteration, predicted=[length])
+        assert engine_priority(late, late=True) == number(priority, iteration, None)
         if (priority, iteration) != (other_priority, other_iteration):
             wanted = (priority, iteration) < (other_priority, other_iteration)
             assert (number(*first) < number(*second)) == wanted
         elif length > 1.004 * other:
             assert number(*first) < number(*second)
-        if priority != other_priority:
-            assert (number(*first) < number(*second[:2], None)) == (priority < other_priority)
+        if (priority, iteration) != (other_priority, other_iteration):
+            older = (priority, iteration) < (other_priority, other_iteration)
+            assert (number(*first) < number(*second[:2], None)) == older
 
 
 def test_engine_priority_saturates_and_fits_64_bits() -> None:
@@ -175,16 +179,44 @@ def test_engine_priority_saturates_and_fits_64_bits() -> None:
         assert all(-(2**63) <= number < 2**63 for number in at_most)
 
 
-def test_a_forced_length_is_its_samples_own() -> None:
+def test_a_forced_length_is_its_samples_own(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = work()
     job = replace(train(n=2), job_id="eval/3", evaluation=True, forced=[2, 7])
     jobs.submit(job)
     (_, first), (_, second) = jobs.take(ROOMS)
     assert (first.sampling.forced_length, second.sampling.forced_length) == (2, 7)
     assert first.sampling.seed != second.sampling.seed
-    assert jobs.longest("a") == 7
-    with pytest.raises(InstanceLost, match=r"has 3 tokens; 1 to 2 were asked for"):
-        jobs.finished(LIFE, replace(answer(first), token_ids=np.ones(3, np.int32)), "a")
+    with monkeypatch.context() as patched:  # no record is copied for it
+        patched.setattr("streamrl_jax.control.work.limits_of", None)
+        assert jobs.longest("a") == 8
+    for count in (3, 1):
+        with pytest.raises(InstanceLost, match=rf"has {count} tokens; 2 were asked for"):
+            jobs.finished(LIFE, replace(answer(first), token_ids=np.ones(count, np.int32)), "a")
+    cut = replace(answer(second, reason=FinishReason.ABORT), token_ids=np.ones(1, np.int32))
+    assert jobs.finished(LIFE, cut, "a") is Verdict.ACCEPTED, "what was cut off is continued elsewhere"
+    assert jobs.finished(LIFE, answer(first), "a") is Verdict.ACCEPTED
+
+
+def test_what_a_job_comes_to_is_bounded() -> None:
+    with pytest.raises(
+        ValueError, match=r"1 prompts with n = 1048576000 are 1048576000 samples; at most 16777216"
+    ):
+        train(n=1000 * 2**20)
+    assert train(n=2**20).size == 2**20
+
+
+def test_a_job_whose_only_instance_is_gone_is_forgotten() -> None:
+    """What it answered before counts; where it answered nothing there is nothing to tell."""
+    jobs = work()
+    for job_id, n in (("train/4", 2), ("train/5", 1)):
+        jobs.submit(replace(train(n=n), job_id=job_id, pinned="a"))
+    (_, first), *others = jobs.take(ROOMS)
+    assert len(others) == 2
+    jobs.finished(LIFE, answer(first), "a")
+    jobs.lost("a")
+    jobs.gone("a")
+    assert len(jobs.accounts) == 0
+    assert [(told.job_id, told.samples) for told in jobs.accounts.finished] == [("train/4", 1)]
 
 
 # ---------------------------------------------------------------- rewards

@@ -22,12 +22,12 @@ from streamrl_jax.ranker.dispatch import (
     Server,
     Theft,
     lines_of,
+    plan_answers,
     plan_arrival,
     plan_lpt,
     plan_paper,
     plan_skewness,
     predicted_makespan,
-    shares_prefix,
     steal,
 )
 
@@ -232,11 +232,15 @@ def test_other_nonsense_is_refused_by_name() -> None:
 
 def test_answers_stay_together_where_their_prefix_is_dear_and_part_where_one_prompt_is_the_stage() -> None:
     servers = servers_of(4, slots=64, kv_tokens=10**7)
-    assert shares_prefix(np.full(64, 50.0), 4, servers, np.full(64, 4_000))
+    plan, answers = plan_answers(np.full(64, 50.0), 4, servers, np.full(64, 4_000))
+    assert (plan.instance.size, answers) == (64, 4)
     costly = TokenLatency(Ramp(0.001, (1.0,), (0.001,)), 0.0, Ramp(0.0, (0.0,), (1e-6,)))
     apart = servers_of(4, slots=64, kv_tokens=10**7, cost=costly)
-    assert not shares_prefix([5_000.0, 10.0], 16, apart, [10, 10])
-    assert shares_prefix([5_000.0, 10.0], 1, apart, [10, 10])
+    plan, answers = plan_answers([5_000.0, 10.0], 16, apart, [10, 10])
+    assert (plan.instance.size, answers) == (32, 1)
+    one_by_one = plan_skewness(np.repeat([5_000.0, 10.0], 16), 1, apart, np.repeat([10, 10], 16))
+    assert plan.makespan_s == one_by_one.makespan_s
+    assert plan_answers([5_000.0, 10.0], 1, apart, [10, 10])[1] == 1
 
 
 def test_uncertain_lengths_keep_the_plan_from_staking_on_them() -> None:

@@ -158,7 +158,7 @@ def test_a_status_survives_the_wire(status: InstanceStatus, tokens: int, text: s
     beat = dataclasses.replace(status, tokens_since_last=tokens)
     assert codec.heartbeat_from_proto(reparse(codec.heartbeat_to_proto(FENCE, beat))) == beat
     full = dataclasses.replace(status, message=text, phase=text, tokens_total=tokens, uptime_s=1.5)
-    info = InstanceInfo("instance-0", 8, 2, 64, status.version, True, "host", "fake", kv_tokens=tokens)
+    info = InstanceInfo("instance-0", 8, 2, tokens, status.version, True, "host", "fake", kv_tokens=tokens)
     message = reparse(codec.status_to_proto(full, info))
     assert codec.status_from_proto(message) == full
     assert codec.info_from_proto(message.welcome) == info
@@ -368,6 +368,16 @@ def same_host(path: str, **change: Any) -> pb.UpdateWeightsRequest:
             codec.heartbeat_from_proto,
             pb.Heartbeat(state=pb.LOADING, steps_total=2**64 - 1),
             r"heartbeat\.steps_total = ",
+        ),
+        (
+            codec.info_from_proto,
+            pb.Welcome(instance="i", slots=1, max_model_len=512, kv_tokens=511),
+            r"welcome\.kv_tokens = 511 is less than welcome\.max_model_len = 512",
+        ),
+        (
+            codec.heartbeat_from_proto,
+            pb.Heartbeat(state=pb.LOADING, tokens_since_last=2**32 + 1),
+            r"heartbeat\.tokens_since_last = 4294967297 ",
         ),
         (
             codec.info_from_proto,

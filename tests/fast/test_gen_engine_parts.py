@@ -142,6 +142,22 @@ def _bound_to(core: int) -> list[set[int]]:
         ended.set()
 
 
+def test_a_thread_that_starts_while_the_others_are_bound_is_bound_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By one that was not bound yet; where threads never cease to come it ends all the same."""
+    bound: list[int] = []
+    looks = iter([["1", "2"], ["1", "2", "3"], ["2", "3", "4"], ["2", "3", "4"], ["9"]])
+    monkeypatch.setattr("os.listdir", lambda path: next(looks))
+    monkeypatch.setattr("os.sched_setaffinity", lambda thread, cores: bound.append(thread))
+    bind_process("cpu:0")
+    assert sorted(bound) == [1, 2, 3, 4]
+    endless = iter(range(10, 10_000))
+    monkeypatch.setattr("os.listdir", lambda path: [str(next(endless))])
+    bind_process("cpu:0")
+    assert len(bound) == 20
+
+
 def test_a_bound_instance_keeps_all_its_threads_and_processes_to_its_cores() -> None:
     core = max(os.sched_getaffinity(0))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from streamrl_jax.plan.profile import (
     Cell,
     Grid,
     Limits,
+    Load,
     by_cell,
     default_batches,
     fault,
@@ -99,6 +100,7 @@ def test_a_longer_lead_fits_where_the_first_one_did(
         ),
         ((4,), (), 32, r"two batches and two contexts at least: batches \[4\] and contexts"),
         ((), (64,), 32, r"two batches and two contexts at least: batches \[1, 2, 4, 8\] and contexts \[64\]"),
+        ((1, 10**15), (), 32, r"--batches 1000000000000000: an instance runs 8 at once"),
         ((), (), 500, r"two batches and two contexts at least: --contexts"),
     ],
 )
@@ -239,12 +241,12 @@ def profiled(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b"
         yield
 
 
-def config() -> Config:
+def config(slots: int = 8) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "toy"},
             "data": {"train": "x.jsonl", "max_prompt_length": 12, "max_response_length": 500},
-            "gen": {"max_num_seqs": 8, "instances": 2},
+            "gen": {"max_num_seqs": slots, "instances": 2},
         }
     )
 
@@ -264,6 +266,43 @@ def test_a_profile_finds_what_steps_cost(
     assert (profile.conditions.model, profile.conditions.note) == ("toy", "a, b at the same time")
     printed = capsys.readouterr().out
     assert printed.count("held out") == 3 and len(printed.splitlines()) == 1 + 15 + 1 + 4
+
+
+def test_a_profile_that_cannot_be_written_is_shown_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, profile: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(plan_profile, "write_cost", full)
+    wanted = Wanted(batches=(1, 2, 4), contexts=(40, 60, 100), steps=8, repeats=1)
+    with (
+        profiled(monkeypatch, ("a",)),
+        pytest.raises(UserError, match=r"cost\.json cannot be written: No space left on device; .*--out"),
+    ):
+        plan_profile.run(config(), tmp_path / "cost.json", wanted)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 1 + 4
+
+
+def test_a_later_round_goes_without_a_cell_whose_answers_do_not_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    notes: list[str] = []
+
+    def once(load: Load, samples: Sequence[Sample]) -> StepPoint | None:
+        seen.append(len(samples))
+        return timed_step(load, samples) if len(samples) != 2 or seen.count(2) == 1 else None
+
+    monkeypatch.setattr(plan_profile.plan, "timed_step", once)
+    with profiled(monkeypatch, ("a",)), plan_profile.serving(config(), "profile") as served:
+        monkeypatch.setattr(served.display, "note", notes.append)
+        profiler = Profiler(config(), served, LIMITS, ["a"])
+        grid = Grid((Cell(1, 40), Cell(2, 60), Cell(3, 60)), (16,), 4)
+        measured = profiler.measure(grid, Wanted(repeats=2))
+    assert {cell.batch: len(points) for cell, points in measured.cells.items()} == {1: 2, 2: 1, 3: 2}
+    (note,) = notes
+    assert note.startswith("round 2 goes without a cell: batch 2, context 60: in 4 tries")
 
 
 def test_no_further_round_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -306,3 +345,39 @@ def test_bad_options_are_refused_by_name(
 def test_a_place_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out .*no/cost\.json: .*no is no directory"):
         plan_profile.run(config(), tmp_path / "no" / "cost.json", Wanted())
+
+
+def test_what_is_no_file_is_refused_and_a_profile_may_be_replaced(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out .* cannot be written: Is a directory; name another file"):
+        plan_profile.run(config(), tmp_path, Wanted())
+    with pytest.raises(UserError, match=r"cannot be written: File name too long; name another file"):
+        plan_profile.run(config(), tmp_path / ("x" * 300), Wanted())
+    (tmp_path / "cost.json").write_text("an earlier one")
+    plan_profile.check_place(tmp_path / "cost.json")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["an earlier one"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "wanted", "said"),
+    [
+        (
+            2,
+            Wanted(),
+            r"--batches 1,2 with --contexts .* no cell is inside .* three batches .*gen\.max_num_seqs",
+        ),
+        (16, Wanted(batches=(1, 16)), "--batches 1,16 with --contexts .* three batches and three contexts"),
+        (
+            8,
+            Wanted(contexts=(64, 256)),
+            "--batches 1,2,4,8 with --contexts 64,256: .* three contexts or more",
+        ),
+        (8, Wanted(holdout=0.02), r"--holdout 0\.02 of 16 cells is none, .* give 0\.07 or more"),
+    ],
+)
+def test_a_grid_that_leaves_no_cell_to_hold_out_is_refused_before_anything_starts(
+    slots: int, wanted: Wanted, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_profile, "serving", None)
+    with pytest.raises(UserError, match=said):
+        plan_profile.run(config(slots), tmp_path / "cost.json", wanted)
+    assert list(tmp_path.iterdir()) == []

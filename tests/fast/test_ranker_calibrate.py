@@ -57,6 +57,13 @@ def test_it_finds_the_expected_length_and_keeps_the_order_where_it_is_flat() -> 
     assert (np.diff(beyond) > 0).all()
 
 
+def test_scores_that_told_nothing_give_every_prompt_the_same() -> None:
+    """The higher score had the shorter answers: one pool is left, and no order is made of the scores."""
+    found = calibrate(np.array([1.0, 2.0, 3.0, 4.0]), np.array([400.0, 300.0, 200.0, 100.0]))
+    np.testing.assert_array_equal(found.tokens, [250.0])
+    np.testing.assert_array_equal(found.lengths(np.array([-5.0, 1.0, 2.5, 9.0])), np.full(4, 250.0))
+
+
 def test_it_is_read_back_as_it_was() -> None:
     found = calibrate(np.array([0.1, 0.2, 0.3]), np.array([3.0, 2.0, 9.0]))
     again = Calibration.from_json(json.loads(json.dumps(found.to_json())), "x")

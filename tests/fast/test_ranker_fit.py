@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from streamrl_jax.errors import UserError
-from streamrl_jax.ranker.fit import FitOptions, fit_ranker, split
+from streamrl_jax.ranker.fit import FitOptions, fit_ranker, refresh_rate
+from streamrl_jax.ranker.held_back import split
 from streamrl_jax.ranker.lengths import ObservedLengths
 from streamrl_jax.ranker.loss import LOSSES, LossName
 from streamrl_jax.ranker.measure import measure, pair_up
-from streamrl_jax.ranker.model import LengthRanker
+from streamrl_jax.ranker.model import LengthRanker, scratch_arch
 from streamrl_jax.train.hf import save_params
 
 from .tiny import random_params, tiny_arch, tiny_model
@@ -86,12 +87,10 @@ def test_it_goes_on_from_a_policy_from_a_directory_and_from_a_ranker(tmp_path: P
     save_params(random_params(policy, 1), policy.arch, tmp_path / "policy", source=None)
     options = replace(QUICK, steps=50)
     rows = observe(200, 4)
-    from_policy = fit_ranker(rows, options, tmp_path / "policy")
+    from_policy = fit_ranker(rows, replace(options, steps=5), tmp_path / "policy")
     assert from_policy.model.arch.vocab_size == 48 and from_policy.conditions["start"] == "policy"
     from_policy.save(tmp_path / "ranker")
-    one, other = (
-        fit_ranker(rows, replace(options, steps=5), start) for start in (tmp_path / "ranker", from_policy)
-    )
+    one, other = (fit_ranker(rows, options, start) for start in (tmp_path / "ranker", from_policy))
     asked = [row.token_ids for row in observe(20, 9)]
     np.testing.assert_array_equal(one.scores(asked), other.scores(asked))
     assert not np.array_equal(one.scores(asked), from_policy.scores(asked))
@@ -109,6 +108,39 @@ def test_the_best_order_is_kept_and_no_patience_ends_the_fit() -> None:
     assert ranker.conditions["steps"] == ranker.conditions["best_step"] + 3 * 5
 
 
+@pytest.mark.parametrize("kind", ["ranker", "directory"])
+def test_a_ranker_is_kept_where_nothing_better_is_found(kind: str, tmp_path: Path) -> None:
+    """Steps that are far too large ruin it; what comes back is what was there, calibrated on the newer answers."""
+    learned().save(tmp_path / "ranker")
+    start = learned() if kind == "ranker" else tmp_path / "ranker"
+    longer = [
+        replace(row, lengths=tuple(2 * length for length in row.lengths), cut=(False,) * 3)
+        for row in observe(200, 11)
+    ]
+    lines: list[str] = []
+    ruinous = replace(QUICK, steps=30, check_every=10, learning_rate=0.5, average=0.0)
+    kept = fit_ranker(longer, ruinous, start, report=lines.append)
+    asked = [row.token_ids for row in observe(50, 12)]
+    np.testing.assert_array_equal(kept.scores(asked), learned().scores(asked))
+    assert kept.conditions["best_step"] == 0 and kept.conditions["steps"] == 30
+    assert "at step 0)" in lines[-1]
+    assert float(np.median(kept.lengths(asked) / learned().lengths(asked))) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_policy_has_no_order_to_be_kept(tmp_path: Path) -> None:
+    policy = tiny_model(tiny_arch())
+    save_params(random_params(policy, 1), policy.arch, tmp_path / "policy", source=None)
+    ruinous = replace(QUICK, steps=4, check_every=2, learning_rate=0.5)
+    assert int(fit_ranker(observe(60, 6), ruinous, tmp_path / "policy").conditions["best_step"]) > 0
+
+
+def test_the_rate_of_a_refresh_is_under_that_of_a_first_fit_and_falls_with_the_width() -> None:
+    small = refresh_rate(scratch_arch("small", 64))
+    assert small < refresh_rate(scratch_arch("tiny", 64)) < FitOptions().learning_rate
+    wide = replace(scratch_arch("small", 64), embed=1024)
+    assert refresh_rate(wide) == pytest.approx(small / 8)
+
+
 def test_time_ends_the_fit() -> None:
     ranker = fit_ranker(observe(60, 6), replace(QUICK, steps=100_000, patience=100_000, seconds=1e-9))
     assert ranker.conditions["steps"] == 1
@@ -117,10 +149,36 @@ def test_time_ends_the_fit() -> None:
 def test_prompts_held_back_are_others_than_those_trained_on() -> None:
     rows = observe(100, 7)
     training, held = split(rows, 0.15, 0)
-    assert len(held) == 15 and {row.prompt_id for row in training} | {row.prompt_id for row in held} == {
-        row.prompt_id for row in rows
-    }
+    ids = [row.prompt_id for row in (*training, *held)]
+    assert len(ids) == len(set(ids)) == 100 and set(ids) == {row.prompt_id for row in rows}
+    assert len(training) == 100 - len(held) and 5 <= len(held) <= 25
     assert {row.prompt_id for row in split(rows, 0.15, 1)[1]} != {row.prompt_id for row in held}
+
+
+def held_and_trained(rows: list[ObservedLengths]) -> tuple[set[bytes], set[bytes]]:
+    training, held = split(rows, 0.15, 3)
+    return {row.token_ids.tobytes() for row in held}, {row.token_ids.tobytes() for row in training}
+
+
+def test_a_window_holds_back_what_another_one_did() -> None:
+    """A ranker that is trained on, window after window, is measured on prompts that it never saw."""
+    rows = observe(900, 7)
+    windows = [held_and_trained(rows[first : first + 500]) for first in (0, 150, 400)]
+    held, trained = (set[bytes]().union(*sets) for sets in zip(*windows, strict=True))
+    assert not held & trained
+    assert held == held_and_trained(rows)[0]
+    assert 0.1 < len(held) / len(held | trained) < 0.2
+
+
+@pytest.mark.parametrize(("count", "share", "held"), [(16, 1e-9, 4), (16, 0.89, 8), (20, 0.89, 12)])
+def test_of_few_prompts_some_are_held_back_and_some_trained_on(count: int, share: float, held: int) -> None:
+    rows = observe(count, 8)
+    found = split(rows, share, 0)
+    assert [len(part) for part in found] == [count - held, held]
+    turned = split(rows[::-1], share, 0)
+    assert [[row.prompt_id for row in part] for part in found] == [
+        [row.prompt_id for row in part] for part in turned
+    ], "whatever the order in which they come"
 
 
 def test_a_fit_leaves_the_default_device_alone() -> None:
@@ -132,8 +190,10 @@ def test_a_fit_leaves_the_default_device_alone() -> None:
 
 
 def test_too_few_prompts_are_told() -> None:
-    with pytest.raises(UserError, match="lengths of 9 prompts, a ranker needs 16"):
+    with pytest.raises(UserError, match=r"^there are lengths of 9 prompts, a ranker needs 16"):
         fit_ranker(observe(9, 0), QUICK)
+    with pytest.raises(UserError, match=r"^a\.jsonl, b\.jsonl: there are lengths of 9 prompts"):
+        fit_ranker(observe(9, 0), QUICK, where="a.jsonl, b.jsonl")
 
 
 def test_answers_of_one_length_are_told() -> None:
@@ -143,8 +203,9 @@ def test_answers_of_one_length_are_told() -> None:
 
 
 def test_a_prompt_outside_the_vocabulary_is_told() -> None:
-    with pytest.raises(UserError, match="has the token id 9, but the ranker's vocabulary has 8"):
-        fit_ranker(observe(40, 0), replace(QUICK, vocab_size=8))
+    said = r"^a\.jsonl: prompt '\d+' has the token id 9, but the ranker's vocabulary has 8"
+    with pytest.raises(UserError, match=said):
+        fit_ranker(observe(40, 0), replace(QUICK, vocab_size=8), where="a.jsonl")
 
 
 def test_a_loss_that_is_no_number_ends_the_fit() -> None:

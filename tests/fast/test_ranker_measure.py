@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl_jax.cli import main
+from streamrl_jax.commands import rank_fit
 from streamrl_jax.commands.rank_cli import LOSSES as NAMES
 from streamrl_jax.commands.rank_fit import makespans
 from streamrl_jax.errors import UserError
@@ -140,3 +141,29 @@ def test_files_that_are_not_there_are_told(tmp_path: Path, capsys: pytest.Captur
         assert main(["rank", *words]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "r").exists()
+
+
+def test_what_a_ranker_is_held_against_is_read_before_anything_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LengthRanker, "load", lambda directory: None)
+    monkeypatch.setattr(rank_fit, "_timed_lengths", None)
+    write_lengths(tmp_path / "a.jsonl", FIRST[:60])
+    write_lengths(tmp_path / "b.jsonl", FIRST[:50])
+    (tmp_path / "bad.json").write_text("{")
+    for option, name, said in (
+        ("--cost", "bad.json", "bad.json: is no JSON"),
+        ("--history", "b.jsonl", "b.jsonl"),
+        ("--history", "none.jsonl", "none.jsonl: the file of lengths cannot be read"),
+    ):
+        words = ["rank", "eval", "ranker", str(tmp_path / "a.jsonl"), option, str(tmp_path / name)]
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["fit", "a.jsonl", "--out", "r"], ["eval", "r", "a.jsonl"]])
+def test_a_seed_below_zero_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["rank", *words, "--seed", "-1"])
+    assert ended.value.code == 2
+    assert "--seed: '-1' is no seed; give a whole number from 0 up" in capsys.readouterr().err

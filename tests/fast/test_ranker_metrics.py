@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,47 @@ def test_any_of_the_observed_ties_counts() -> None:
 def test_predicted_ties_share_the_places() -> None:
     observed = np.array([100, 90, 3, 2, 1], float)
     assert metrics.recall_at(0.4, np.array([7, 7, 7, 7, 0], float), observed) == pytest.approx(0.5)
+
+
+def test_ties_on_both_sides_are_drawn_by_chance() -> None:
+    """Two of four are drawn: the longest in half of the draws, one of the two fives at least in five of six."""
+    observed = np.array([9, 5, 5, 1], float)
+    assert metrics.recall_at(0.5, np.zeros(4), observed) == pytest.approx((1 / 2 + 5 / 6) / 2)
+
+
+Few = st.integers(2, 8).flatmap(
+    lambda count: st.tuples(
+        *[st.lists(st.integers(0, 3), min_size=count, max_size=count)] * 2, st.sampled_from([0.2, 0.4, 0.7])
+    )
+)
+
+
+@given(Few)
+def test_recall_is_the_mean_over_all_draws_of_the_predicted_ties(
+    drawn: tuple[list[int], list[int], float],
+) -> None:
+    predicted, observed, share = drawn
+    prompts = range(len(observed))
+    places = max(1, round(share * len(observed)))
+    last, least = sorted(predicted)[-places], sorted(observed)[-places]
+    chosen = [place for place in prompts if predicted[place] > last]
+    tied = [place for place in prompts if predicted[place] == last]
+    longest = sum(observed[place] > least for place in prompts)
+    hits = 0
+    for further in combinations(tied, places - len(chosen)):
+        named = [observed[place] for place in (*chosen, *further)]
+        hits += sum(length > least for length in named) + min(named.count(least), places - longest)
+    expected = hits / comb(len(tied), places - len(chosen)) / places
+    found = metrics.recall_at(share, np.array(predicted, float), np.array(observed, float))
+    assert found == pytest.approx(expected)
+
+
+def test_many_ties_are_no_trouble() -> None:
+    """The chances of a draw among thousands are far below what a float holds, one by one."""
+    observed = np.repeat([9.0, 5.0, 1.0], [1000, 4000, 5000])
+    found = metrics.recall_at(0.2, np.zeros(10_000), observed)
+    # 2,000 are drawn: 200 of the longest in the mean, and 800 or so of those tied for the other 1,000 places.
+    assert found == pytest.approx((200 + 800) / 2000, rel=1e-6)
 
 
 @given(Pairs, st.sampled_from([0.05, 0.1, 0.2, 0.5]))

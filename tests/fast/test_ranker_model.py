@@ -119,6 +119,12 @@ def test_a_prompt_that_it_cannot_read_is_named(prompt: list[int], said: str) -> 
         random_ranker().scores([np.array([1], np.int32), np.array(prompt, np.int32)])
 
 
+def test_a_prompt_that_it_cannot_read_is_called_what_the_caller_calls_it() -> None:
+    asked = [np.array(ids, np.int32) for ids in ([1], [VOCABULARY])]
+    with pytest.raises(UserError, match=r"^a\.jsonl: prompt '17' has the token id 48"):
+        random_ranker().lengths(asked, ["a.jsonl: prompt '3'", "a.jsonl: prompt '17'"])
+
+
 def broken(directory: Path, **changes: object) -> None:
     path = directory / RANKER_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -165,6 +171,8 @@ def test_a_place_below_a_file_is_refused(tmp_path: Path) -> None:
         UserError, match=r"file/ranker: the ranker cannot be written .*give another directory"
     ):
         random_ranker().save(tmp_path / "file" / "ranker")
+    with pytest.raises(UserError, match=r"cannot be written \(File name too long\); give another directory"):
+        random_ranker().save(tmp_path / ("x" * 300))
 
 
 def test_a_directory_in_use_is_not_written_over(tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ The answers come from counting engines behind a real controller, or are made by 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -27,15 +31,19 @@ from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.metrics import Missing
 from streamrl_jax.ranker import online
-from streamrl_jax.ranker.background import Background
+from streamrl_jax.ranker.background import Background, check_all
+from streamrl_jax.ranker.calibrate import calibrate
+from streamrl_jax.ranker.fit import FitOptions, LossNotFiniteError
 from streamrl_jax.ranker.knowledge import TAIL, Knowledge, Predicted, grouped, measures
 from streamrl_jax.ranker.lengths import ObservedLengths
+from streamrl_jax.ranker.metrics import kendall_tau
 from streamrl_jax.ranker.model import LengthRanker
 from streamrl_jax.ranker.online import OnlineForecast
 from streamrl_jax.ranker.restore import begin, check_given
 from streamrl_jax.ranker.state import state_directory, state_faults, write_state
 from streamrl_jax.samples_log import SampleLog
 from streamrl_jax.trace import Trace
+from streamrl_jax.train import seal
 from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.types import (
     Assignment,
@@ -92,11 +100,12 @@ def forecasting(
     run_dir: Path,
     resumed: tuple[Path, int] | None = None,
     ranker: Any = None,
+    prompts: PromptSet | None = None,
     **section: Any,
 ) -> Iterator[OnlineForecast]:
     """A forecast with few steps a refresh; nothing of it is left afterwards."""
     chosen = RankerSection(**{"refresh_steps": 40, "max_wait_s": 1.0, **section})
-    known, said = begin(chosen, LengthRanker.load, resumed)
+    known, said = begin(chosen, LengthRanker.load, prompts or all_fresh(), resumed)
     known.ranker = known.ranker or ranker
     found = OnlineForecast(chosen, known, said, run_dir, longest=LONGEST, vocab_size=VOCABULARY, seed=3)
     try:
@@ -142,6 +151,27 @@ def follow(
 def fresh(iteration: int, count: int = 24) -> list[Prompt]:
     """Other prompts in each iteration: what is known of them is what the ranker reads."""
     return make_prompts(count, seed=iteration, first=1000 * iteration)
+
+
+def idle(forecast: OnlineForecast) -> bool:
+    """Whether nothing is being learned or trained."""
+    return all(begun.done() for begun in forecast._begun())
+
+
+def tau(said: Sequence[float], prompts: Sequence[Prompt]) -> float:
+    """1: what was said of the prompts is in the order of their answers' lengths."""
+    observed = np.array([length_of(prompt.token_ids) for prompt in prompts], np.float64)
+    return kendall_tau(np.array(said), observed)
+
+
+def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
+    return PromptSet("made", tuple(prompts), Order(len(prompts), 7), 24)
+
+
+@cache
+def all_fresh() -> PromptSet:
+    """The set that `fresh` draws from."""
+    return prompt_set([prompt for iteration in range(12) for prompt in fresh(iteration)])
 
 
 # ---------------------------------------------------------------- in a run
@@ -256,21 +286,27 @@ def test_prompts_that_come_again_are_predicted_from_their_own_answers(tmp_path: 
 # ---------------------------------------------------------------- resume
 
 
-def test_a_resumed_run_predicts_what_it_would_have_predicted(tmp_path: Path) -> None:
-    """To the bit: of the iterations in flight, and of those after a refresh that is behind the checkpoint."""
+@pytest.mark.parametrize("step", [5, 6], ids=["refreshed before", "in a refresh"])
+def test_a_resumed_run_predicts_what_it_would_have_predicted(tmp_path: Path, step: int) -> None:
+    """To the bit: of the iterations in flight, and of those after a refresh that is behind the checkpoint.
+
+    The step 6 is saved just when a refresh has begun, which the resumed run begins again.
+    """
+    rest = range(step, 10)
     with forecasting(tmp_path, refresh_every=2) as forecast:
-        follow(forecast, range(5), 9, fresh)
-        until(lambda: ready(forecast, 5))
-        kept = forecast.take(5)  # as `Rollouts.open(5)` does before the checkpoint of step 5 is written
-        forecast.prepare(6, fresh(6))
-        forecast.save(5, [])
-        said = {5: kept} | follow_on(forecast, range(5, 10))
+        follow(forecast, range(step), 9, fresh)
+        until(lambda: ready(forecast, step))
+        kept = forecast.take(step)  # as `Rollouts.open` does before the checkpoint of the step is written
+        forecast.prepare(step + 1, fresh(step + 1))
+        forecast.save(step, [])
+        said = {step: kept} | follow_on(forecast, rest)
         forecast.wait()
-    assert kept is not None and state_faults(tmp_path, 5) == []
-    with forecasting(tmp_path, (tmp_path, 5), refresh_every=2) as resumed:
-        assert resumed.take(5) == kept
-        resumed.prepare(6, fresh(6))
-        assert {5: kept} | follow_on(resumed, range(5, 10)) == said
+    assert kept is not None and state_faults(tmp_path, step) == []
+    with forecasting(tmp_path, (tmp_path, step), refresh_every=2) as resumed:
+        resumed.prepare(step, fresh(step))
+        assert resumed.take(step) == kept
+        resumed.prepare(step + 1, fresh(step + 1))
+        assert {step: kept} | follow_on(resumed, rest) == said
     assert said[8] != said[9]
 
 
@@ -336,7 +372,7 @@ def test_a_lost_state_is_made_again_from_the_samples(
         path.write_bytes(path.read_bytes()[:-1])
     step = 3 if wrong == "damaged" else 2  # of step 2 nothing was written
     caplog.set_level(logging.WARNING)
-    found, said = begin(RankerSection(refresh_every=0), LengthRanker.load, (tmp_path, step))
+    found, said = begin(RankerSection(refresh_every=0), LengthRanker.load, all_fresh(), (tmp_path, step))
     (line,) = caplog.messages
     assert f"step_{step}" in line and "made again from the samples of iterations 0 to" in line
     assert ("predictor.npz has" if wrong == "damaged" else "does not exist") in line
@@ -350,6 +386,93 @@ def test_a_lost_state_is_made_again_from_the_samples(
     ]
 
 
+def saved_of_three(run_dir: Path, same: Sequence[Prompt]) -> None:
+    """A run of three iterations that ask the same prompts, saved while the fourth is in flight."""
+    with forecasting(run_dir, prompts=prompt_set(same), refresh_every=0) as forecast:
+        follow(forecast, range(3), 9, lambda iteration: same)
+        until(lambda: ready(forecast, 3))
+        assert forecast.take(3) is not None
+        forecast.save(3, [])
+        forecast.wait()
+
+
+@pytest.mark.parametrize("given", ["fewer", "in another order"])
+def test_predictions_of_other_prompts_are_not_taken_for_theirs(
+    tmp_path: Path, given: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run is resumed with another `data.train_batch_size`, or another seed, which change what an iteration asks."""
+    same = make_prompts(24)
+    saved_of_three(tmp_path, same)
+    asked = same[:10] if given == "fewer" else same[::-1]
+    caplog.set_level(logging.WARNING)
+    with forecasting(tmp_path, (tmp_path, 3), prompts=prompt_set(same), refresh_every=0) as resumed:
+        resumed.prepare(3, asked)
+        until(lambda: ready(resumed, 3), 10)
+        said = resumed.take(3)
+    assert said is not None and len(said) == len(asked)
+    assert tau(said, asked) == pytest.approx(1.0)
+    assert (
+        [line for line in caplog.messages if "iteration 3 has other prompts" in line] == caplog.messages != []
+    )
+
+
+@pytest.mark.parametrize("state", ["of the same", "of others", "that does not say"])
+def test_histories_go_with_the_prompts(tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt's id is the number of its row, which says nothing in another set."""
+    before, now = make_prompts(24), make_prompts(24, seed=1)
+    saved_of_three(tmp_path, before)
+    directory = state_directory(tmp_path, 3)
+    if state == "that does not say":
+        record = json.loads((directory / "knowledge.json").read_text())
+        del record["prompts"]
+        (directory / "knowledge.json").write_text(json.dumps(record))
+        (directory / seal.SEAL).unlink()
+        seal.write_seal(directory)
+    asked = now if state == "of others" else before
+    caplog.set_level(logging.WARNING)
+    known, said = begin(RankerSection(refresh_every=0), LengthRanker.load, prompt_set(asked), (tmp_path, 3))
+    weight = known.predictor.history.recall([prompt.prompt_id for prompt in asked], 3).weight
+    assert known.prompts == prompt_set(asked).digest and len(known.recent) == 72
+    if state == "of the same":
+        assert (weight > 0).all() and list(said) == [3] and caplog.messages == []
+        return
+    assert not weight.any() and said == {}
+    assert not known.predictor.to_arrays()["pending_said"].size
+    (line,) = caplog.messages
+    assert f"{directory}: " in line and "are left out" in line
+    assert ("had other prompts" if state == "of others" else "does not say what prompts") in line
+
+
+def test_the_choice_between_history_and_ranker_outlasts_the_prompts(tmp_path: Path) -> None:
+    ranker = Slow()
+    ranker.go.set()
+    with forecasting(tmp_path, ranker=ranker, refresh_every=0) as forecast:
+        same = make_prompts(24)
+        follow(forecast, range(4), 9, lambda iteration: same)
+        until(lambda: ready(forecast, 4))
+        known = forecast._known
+    other = known.of_other_prompts("digest")
+    for name in ("choice", "newest"):
+        np.testing.assert_array_equal(other.predictor.to_arrays()[name], known.predictor.to_arrays()[name])
+    assert other.predictor.to_arrays()["choice"].any() and len(other.predictor.history) == 0
+    assert other.recent is known.recent and other.ranker is known.ranker and other.prompts == "digest"
+
+
+def test_histories_made_again_are_those_of_the_same_prompts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of the rows are others now: their recorded answers teach a ranker, and say nothing of the new ones."""
+    (tmp_path / "samples").mkdir()
+    SampleLog(tmp_path / "samples", Fence("run", 0), lambda ids: "").write(0, answered(fresh(0), 0), 0)
+    now = [*fresh(0)[:12], *make_prompts(12, seed=99, first=12)]
+    caplog.set_level(logging.WARNING)
+    found, _ = begin(RankerSection(refresh_every=0), LengthRanker.load, prompt_set(now), (tmp_path, 1))
+    weight = found.predictor.history.recall([prompt.prompt_id for prompt in now], 1).weight
+    assert (weight[:12] > 0).all() and not weight[12:].any()
+    assert len(found.recent) == 24
+    assert "without 12 histories of prompts that data.train has not" in caplog.messages[0]
+
+
 def test_states_are_whole_and_go_with_their_checkpoints(tmp_path: Path) -> None:
     def fill(directory: Path) -> None:
         (directory / "file").write_text(directory.name)
@@ -358,6 +481,10 @@ def test_states_are_whole_and_go_with_their_checkpoints(tmp_path: Path) -> None:
         write_state(tmp_path, step, fill, keep=[2, 4])
     left = tmp_path / "ranker" / "step_8.part"
     left.mkdir()
+    for name in ("step_2.deleting", "step_8.part.deleting", "mine", "step_mine"):
+        (left.with_name(name) / "inner").mkdir(parents=True)
+    for name in ("notes.txt", "step_9", "step_9.part"):
+        left.with_name(name).write_text("not of a run")
 
     def fails(directory: Path) -> None:
         fill(directory)
@@ -367,7 +494,9 @@ def test_states_are_whole_and_go_with_their_checkpoints(tmp_path: Path) -> None:
         write_state(tmp_path, 8, fails, keep=[4, 6])
     assert state_faults(tmp_path, 6) == [] and "does not exist" in state_faults(tmp_path, 8)[0]
     write_state(tmp_path, 6, fill, keep=[4])  # a resumed run comes by it again
-    assert sorted(path.name for path in left.parent.iterdir()) == ["step_4", "step_6"]
+    kept = ["mine", "notes.txt", "step_4", "step_6", "step_9", "step_9.part", "step_mine"]
+    assert sorted(path.name for path in left.parent.iterdir()) == kept
+    assert (left.with_name("mine") / "inner").is_dir(), "what a run did not make it does not touch"
 
 
 # ---------------------------------------------------------------- bounds and failures
@@ -375,6 +504,8 @@ def test_states_are_whole_and_go_with_their_checkpoints(tmp_path: Path) -> None:
 
 class Slow:
     """A ranker that does not answer before it is let go."""
+
+    model = SimpleNamespace(arch=SimpleNamespace(embed=64))
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -421,6 +552,138 @@ def test_who_comes_early_gets_what_is_known_and_not_what_is_being_learned(
         follow_one(forecast, 0)
         forecast.prepare(1, fresh(1))
         assert forecast.take(1) == pytest.approx([length_of(prompt.token_ids) for prompt in fresh(1)])
+
+
+def test_a_refresh_whose_loss_is_no_number_leaves_the_ranker_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def diverging(*unused: Any, **unread: Any) -> LengthRanker:
+        raise LossNotFiniteError(40, float("nan"), 3e-3)
+
+    monkeypatch.setattr(online, "fit_ranker", diverging)
+    caplog.set_level(logging.WARNING)
+    ranker = Slow()
+    ranker.go.set()
+    with forecasting(tmp_path, ranker=ranker, refresh_every=1, max_wait_s=30.0) as forecast:
+        follow(forecast, range(3), 9, fresh)
+        until(lambda: all(begun.done() for begun in forecast._begun()), 10)
+        assert forecast._known.ranker is cast(Any, ranker) and not forecast._known.trained
+        forecast.prepare(4, fresh(4))
+        assert forecast.take(4) == pytest.approx([length_of(prompt.token_ids) for prompt in fresh(4)])
+        forecast.save(4, [])
+        forecast.wait()
+    said = "at step 40 the loss was nan: it stays as it was"
+    assert caplog.messages and all(said in message for message in caplog.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class Told(LengthRanker):
+    """A ranker that was told the rule."""
+
+    def lengths(self, token_ids: Sequence[TokenIds], names: Sequence[str] = ()) -> np.ndarray:
+        return np.array([length_of(ids) for ids in token_ids], np.float32)
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir()
+
+
+def told() -> Told:
+    return Told(cast(Any, Slow.model), {}, calibrate(np.zeros(1), np.ones(1)), {})
+
+
+def test_a_refresh_that_takes_several_iterations_holds_nothing_else_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one waits for its end; histories are learned and states written meanwhile."""
+    begun: list[tuple[int, float]] = []
+    at_work, go = threading.Lock(), threading.Event()
+
+    def slow(rows: Any, options: Any, start: Any, *, report: Callable[[str], None]) -> LengthRanker:
+        with at_work:
+            begun.append((len(rows), options.learning_rate))
+            while not go.wait(0.001):
+                report("still at it")
+        return told()
+
+    def known_of(forecast: OnlineForecast, iteration: int) -> bool:
+        with forecast._lock:
+            ids = [prompt.prompt_id for prompt in fresh(iteration)]
+            return bool((forecast._known.predictor.history.recall(ids, iteration).weight > 0).all())
+
+    def due(step: int) -> bool:
+        return json.loads((state_directory(tmp_path, step) / "knowledge.json").read_bytes())["due"]
+
+    monkeypatch.setattr(online, "fit_ranker", slow)
+    with forecasting(tmp_path, refresh_every=1) as forecast:
+        for iteration in range(6):
+            follow_one(forecast, iteration)
+            forecast.save(iteration + 1, [])
+            until(lambda step=iteration + 1: state_faults(tmp_path, step) == [], 10)
+            until(lambda iteration=iteration: known_of(forecast, iteration), 10)
+            until(lambda: len(begun) == 1, 10)
+            assert due(iteration + 1) and forecast._known.ranker is None
+            assert forecast._refresher._tasks.empty() and forecast._unfinished == 1
+        go.set()
+        until(lambda: idle(forecast), 10)
+        assert forecast._due and forecast._known.ranker is not None and len(begun) == 1
+        follow_one(forecast, 6)
+        until(lambda: idle(forecast), 10)
+        forecast.save(7, [])
+        forecast.wait()
+    assert begun == [(24, FitOptions().learning_rate), (7 * 24, pytest.approx(0.1 / 64))]
+    assert not due(7)
+
+
+def test_no_refresh_begins_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*unused: Any, **unread: Any) -> LengthRanker:
+        raise AssertionError("a ranker was trained")
+
+    monkeypatch.setattr(online, "fit_ranker", unwanted)
+    go = threading.Event()
+    with forecasting(tmp_path, refresh_every=1) as forecast:
+        forecast._learner.do(lambda: go.wait(10))
+        follow_one(forecast, 0)
+        forecast._ended.set()
+        go.set()
+        until(lambda: idle(forecast), 10)
+        forecast.save(1, [])
+        forecast.wait()
+    assert json.loads((state_directory(tmp_path, 1) / "knowledge.json").read_bytes())["due"]
+
+
+def test_of_several_failures_the_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full, and so a refresh never gets what it was to learn from."""
+
+    def full(*unused: Any, **unread: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(online, "write_state", full)
+    go = threading.Event()
+    with forecasting(tmp_path, refresh_every=1) as forecast:
+        forecast._learner.do(lambda: go.wait(10))
+        forecast.save(0, [])
+        follow_one(forecast, 0)
+        go.set()
+        until(lambda: idle(forecast), 10)
+        assert forecast._refreshed is not None and forecast._refreshed.cancelled()
+        for call in (lambda: forecast.take(0), lambda: forecast.known(fresh(0)[0]), forecast.wait):
+            with pytest.raises(UserError, match=r"step_0: .* cannot be written .*No space left"):
+                call()
+
+
+def test_a_ranker_whose_scores_told_nothing_leaves_it_to_the_histories(tmp_path: Path) -> None:
+    flat = calibrate(np.array([1.0, 2.0, 3.0, 4.0]), np.array([400.0, 300.0, 200.0, 100.0]))
+
+    class Flat(Slow):
+        def lengths(self, token_ids: Sequence[TokenIds]) -> np.ndarray:
+            return flat.lengths(np.array([float(ids[-1]) for ids in token_ids]))
+
+    same = fresh(0)
+    with forecasting(tmp_path, ranker=Flat(), refresh_every=0) as forecast:
+        said = follow(forecast, range(4), 9, lambda iteration: same)
+    assert said[0] is None
+    for found in (said[2], said[3]):
+        assert found is not None and tau(found, same) == pytest.approx(1.0)
 
 
 def test_an_error_in_a_refresh_reaches_the_user_with_its_traceback(
@@ -489,6 +752,19 @@ def test_tasks_in_the_background_run_in_order_until_one_fails() -> None:
         thread.do(lambda: None)
     thread.close()
     assert not any(one.name == "ranker-test" for one in threading.enumerate())
+
+
+def test_of_the_failures_of_several_threads_the_first_is_raised() -> None:
+    def fails(error: Exception) -> None:
+        raise error
+
+    with closing(Background("ranker-one", 10.0)) as one, closing(Background("ranker-other", 10.0)) as other:
+        check_all((one, other))
+        until(one.do(lambda: fails(ValueError("the first"))).done, 10)
+        until(other.do(lambda: fails(KeyError("the second"))).done, 10)
+        for threads in ((one, other), (other, one)):
+            with pytest.raises(ValueError, match="the first"):
+                check_all(threads)
 
 
 # ---------------------------------------------------------------- pure

@@ -26,6 +26,9 @@ _MOST_TOGETHER: Final = 1 << 14
 
 _MAX_MODEL_LEN: Final = (1 << 31) - 1
 
+_MAX_BEAT_TOKENS: Final = 1 << 32
+"""Tokens of one heartbeat: a million a second for an hour, the longest interval."""
+
 _STATE: Final = {
     InstanceState.LOADING: pb.LOADING,
     InstanceState.UPDATING: pb.UPDATING,
@@ -88,16 +91,23 @@ def info_from_proto(message: pb.Welcome) -> InstanceInfo:
     Raises:
         ValueError: names the field, as in no name, or no slots.
     """
+    max_model_len = wire.count("welcome.max_model_len", message.max_model_len, _MAX_MODEL_LEN)
+    kv_tokens = wire.count("welcome.kv_tokens", message.kv_tokens, wire.MAX_TOTAL)
+    if 0 < kv_tokens < max_model_len:  # no engine starts so
+        raise ValueError(
+            f"welcome.kv_tokens = {kv_tokens} is less than welcome.max_model_len = {max_model_len}: an answer of that "
+            "length would never end"
+        )
     return InstanceInfo(
         name=wire.name("welcome.instance", message.instance),
         slots=wire.count("welcome.slots", message.slots, low=1),
         lookahead=wire.count("welcome.lookahead", message.lookahead),
-        max_model_len=wire.count("welcome.max_model_len", message.max_model_len, _MAX_MODEL_LEN),
+        max_model_len=max_model_len,
         version=wire.version("welcome.version", message.version),
         same_host_weights=message.accepts_same_host_weights,
         host_id=wire.name("welcome.host_id", message.host_id, empty=True),
         engine=wire.name("welcome.engine", message.engine, empty=True),
-        kv_tokens=wire.count("welcome.kv_tokens", message.kv_tokens, wire.MAX_TOTAL),
+        kv_tokens=kv_tokens,
     )
 
 
@@ -127,7 +137,7 @@ def heartbeat_from_proto(message: pb.Heartbeat) -> InstanceStatus:
         running=wire.count("heartbeat.running", message.running),
         waiting=wire.count("heartbeat.waiting", message.waiting),
         tokens_since_last=wire.count(
-            "heartbeat.tokens_since_last", message.tokens_since_last, wire.MAX_TOTAL
+            "heartbeat.tokens_since_last", message.tokens_since_last, _MAX_BEAT_TOKENS
         ),
         engine_age_s=wire.seconds("heartbeat.engine_age_s", message.engine_age_s),
         steps_total=wire.count("heartbeat.steps_total", message.steps_total, wire.MAX_TOTAL),
