@@ -298,7 +298,10 @@ class OnlineForecast:
         except _EndedEarlyError:
             return asked.silent("not in time", share)
         with self._lock:
+            tail = self._tail  # of the very answers that it is predicted from: more may have come since
             tokens = self._known.predictor.predict(ids, scored, asked.iteration).clip(1, self._longest)
+        if not tail:
+            return asked.silent("the answers are of about the same length", share)
         # As with a calibration that is flat, of a ranker whose scores have told nothing; histories count beside it.
         if tokens.max() <= tokens.min():
             return asked.silent("nothing is known yet that tells one prompt from another", share)

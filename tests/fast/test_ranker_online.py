@@ -721,6 +721,30 @@ def test_answers_of_about_the_same_length_cost_nothing(
         assert forecast.known(same[0]) is None
 
 
+def test_what_is_predicted_while_even_answers_come_in_is_judged_with_them(tmp_path: Path) -> None:
+    """A ranker scores an iteration, and meanwhile it turns out that the answers are of about the same length."""
+    scoring, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def lengths(self, token_ids: Sequence[TokenIds]) -> np.ndarray:
+            scoring.set()
+            assert go.wait(20)
+            return np.asarray([10.0 + ids[0] for ids in token_ids], np.float32)
+
+    with forecasting(tmp_path, refresh_every=0, ranker=Slow()) as forecast:
+        same = make_prompts(24)
+        forecast.prepare(1, same)
+        assert scoring.wait(20)
+        for sample in answered(same, 0, lambda ids: 4):
+            forecast.observe(sample)
+        forecast.learn(0, last=False)
+        until(lambda: idle(forecast))
+        go.set()
+        until(lambda: ready(forecast, 1))
+        assert forecast.take(1) is None
+        assert forecast.known(same[0]) is None
+
+
 def test_a_single_prompt_is_known_by_its_own_answers_alone(tmp_path: Path) -> None:
     with forecasting(tmp_path, refresh_every=0) as forecast:
         follow_one(forecast, 0)
