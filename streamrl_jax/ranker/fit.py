@@ -86,7 +86,8 @@ class FitOptions:
             less of the last lists' chance than the parameters themselves; 0: it is the parameters.
         validation: Share of the prompts that are held back (`held_back.split`).
         check_every: Steps between two looks at them.
-        patience: Looks without a better order after which the fit ends.
+        patience: Looks without a better order after which the fit ends; 0: those of a quarter of the steps, 20 at
+            least, since the order improves again as the rate falls.
         seconds: The fit ends after so long, with the best found until then.
         seed: Of everything that is drawn.
     """
@@ -102,7 +103,7 @@ class FitOptions:
     average: float = 0.99
     validation: float = 0.15
     check_every: int = 25
-    patience: int = 20
+    patience: int = 0
     seconds: float = math.inf
     seed: int = 0
 
@@ -112,7 +113,7 @@ class FitOptions:
         Raises:
             UserError: A value is outside its range; names it.
         """
-        for name in ("steps", "draws", "check_every", "patience"):
+        for name in ("steps", "draws", "check_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)}: 1 or more is needed")
         if self.list_size < 2:
@@ -130,6 +131,13 @@ class FitOptions:
         for name in ("learning_rate", "seconds"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} = {getattr(self, name)}: a number above 0 is needed")
+        if self.patience < 0:
+            raise UserError(f"patience = {self.patience}: 0 or more is needed")
+
+    @property
+    def patient_steps(self) -> int:
+        """Steps without a better order after which the fit ends."""
+        return self.patience * self.check_every or max(self.steps // 4, 20 * self.check_every)
 
 
 class _Lists(NamedTuple):
@@ -273,7 +281,7 @@ def _train(
             f"step {step}/{options.steps}: loss {mean:.4f}, order of held-back answers {order:.4f} "
             f"(best {best.concordance:.4f} at step {best.step}), {spent:.0f} s"
         )
-        if last or step - best.step >= options.patience * options.check_every:
+        if last or step - best.step >= options.patient_steps:
             return replace(best, steps=step, seconds=spent)
     raise AssertionError("the last step returns")
 
