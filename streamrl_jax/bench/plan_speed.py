@@ -18,11 +18,13 @@ from typing import Final
 import numpy as np
 
 from streamrl_jax.bench.stream import table
+from streamrl_jax.control.dispatching import pays
 from streamrl_jax.errors import UserError
 from streamrl_jax.plan.generation import Conditions, Outcome, Stage, run_plan, run_pulled
 from streamrl_jax.ranker.dispatch import Plan, Server, plan_arrival, plan_lpt, plan_paper, plan_skewness
 from streamrl_jax.ranker.hardware import GPUS, ModelShape, kv_capacity, roofline
 from streamrl_jax.ranker.lengths import read_lengths
+from streamrl_jax.ranker.risk import Spread
 
 QWEN_7B: Final = ModelShape(
     vocab_size=152_064, embed=3_584, layers=28, heads=28, kv_heads=4, head_dim=128, mlp=18_944
@@ -56,7 +58,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
 """Of the options: the lowest and the highest value."""
 
 PLANS: Final = ("arrival", "lpt", "paper", "skewness")
-PLAYED: Final = ("arrival, pulled", "lpt, pulled", *PLANS)
+PLAYED: Final = ("arrival, pulled", "lpt, pulled", *PLANS, "in a run")
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One repeat's work, and how far a single answer may be from its prediction (standard deviation of the log)."""
+    """One repeat's work, and how single answers turn out, measured against their predictions."""
 
     stage: Stage
-    noise: float
+    spread: Spread
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -135,7 +137,7 @@ def run(arguments: Namespace) -> int:
         speed += [[*label, name, *_planned([one[name] for one in made])] for name in PLANS]
         if plays:
             outcomes = [
-                play(one.stage, {name: plan for name, (plan, _) in plans.items()}, servers)
+                play(one, {name: plan for name, (plan, _) in plans.items()}, servers)
                 for one, plans in zip(draws, made, strict=True)
             ]
             played.append([*label, *shares(outcomes)])
@@ -186,18 +188,21 @@ def drawn(arguments: Namespace, error: float, repeat: int, rows: Sequence[np.nda
         means = arguments.median * np.exp(arguments.sigma * rng.standard_normal(prompts))
         chance = np.exp(arguments.chance * rng.standard_normal((prompts, answers)) - arguments.chance**2 / 2)
         lengths = np.clip(means[:, None] * chance, 1, arguments.limit)
-        spread = arguments.chance
+        spread = Spread(float(np.hypot(arguments.chance, error)))
     else:
         picked = [rows[index] for index in rng.integers(len(rows), size=prompts)]
         lengths = np.clip([rng.choice(row, answers) for row in picked], 1, arguments.limit)
         means = np.array([row.mean() for row in picked])
-        spread = float(np.std(np.concatenate([np.log(row / row.mean()) for row in picked])))
+        seen = np.concatenate(
+            [np.log(row / row.mean()) for row in rows]
+        )  # as earlier iterations would have shown
+        spread = Spread.of(seen + error * rng.standard_normal(seen.size) - error**2 / 2)
     lengths = lengths.astype(np.int64)
     exact = np.clip(means, 1, arguments.limit)
     wrong = np.exp(error * rng.standard_normal(prompts) - error**2 / 2)
     predicted = np.clip(exact * wrong, 1, arguments.limit)
     stage = Stage(lengths, np.full(prompts, _PROMPT, np.int64), predicted)
-    return Drawn(stage, float(np.hypot(spread, error)))
+    return Drawn(stage, spread)
 
 
 def timed(name: str, one: Drawn, servers: Sequence[Server], limit: float) -> tuple[Plan, float]:
@@ -208,21 +213,28 @@ def timed(name: str, one: Drawn, servers: Sequence[Server], limit: float) -> tup
         "arrival": lambda: plan_arrival(*given, stage.prompts),
         "lpt": lambda: plan_lpt(*given, stage.prompts),
         "paper": lambda: plan_paper(*given, stage.predicted),
-        "skewness": lambda: plan_skewness(*given, stage.prompts, one.noise, limit),
+        "skewness": lambda: plan_skewness(*given, stage.prompts, one.spread, limit),
     }
     started = time.process_time()
     plan = makers[name]()
     return plan, time.process_time() - started
 
 
-def play(stage: Stage, plans: Mapping[str, Plan], servers: Sequence[Server]) -> dict[str, Outcome]:
-    """The stage under each policy, in simulated time; lines with the longest first are re-balanced."""
+def play(one: Drawn, plans: Mapping[str, Plan], servers: Sequence[Server]) -> dict[str, Outcome]:
+    """The stage under each policy, in simulated time; lines with the longest first are re-balanced.
+
+    The last one, "in a run", is what ``dispatch.policy = "skewness"`` comes to: the plan where it pays, else one queue,
+    the longest first.
+    """
+    stage = one.stage
     outcomes = {
         "arrival, pulled": run_pulled(stage, "arrival", servers),
         "lpt, pulled": run_pulled(stage, "lpt", servers),
     }
     for name, plan in plans.items():
         outcomes[name] = run_plan(stage, plan, servers, Conditions(stealing=name != "arrival"))
+    follows = pays(plans["skewness"], plans["lpt"], known=not one.spread.deviation)
+    outcomes["in a run"] = outcomes["skewness" if follows else "lpt, pulled"]
     return outcomes
 
 

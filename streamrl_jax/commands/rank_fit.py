@@ -15,6 +15,7 @@ from rich.table import Table
 
 from streamrl_jax.control.dispatching import DispatchSettings
 from streamrl_jax.control.jobs import Job
+from streamrl_jax.errors import UserError
 from streamrl_jax.plan.dispatched import run_job
 from streamrl_jax.ranker.cost import FLAT, TokenLatency, read_cost
 from streamrl_jax.ranker.fit import FitOptions, fit_ranker

@@ -16,14 +16,14 @@ from streamrl_jax.config_ranker import Policy
 from streamrl_jax.control.dispatching import Arrangement
 from streamrl_jax.control.jobs import Job, Member
 from streamrl_jax.control.lines import Lines
-from streamrl_jax.ranker.risk import NOISE
+from streamrl_jax.ranker.risk import USUAL, Spread
 from streamrl_jax.types import Generation
 
 KEPT: Final = 256
 """Finished jobs that are remembered."""
 
 _ITERATIONS: Final = 4  # whose lengths are recent
-_LENGTHS: Final = 4096  # of each of them that are kept
+_LENGTHS: Final = 4096  # of each of them that are kept, and errors
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Accounts:
     def __init__(self) -> None:
         self._open: dict[str, _Account] = {}
         self._recent: deque[Float64[np.ndarray, " answers"]] = deque(maxlen=_ITERATIONS)
-        self._spreads: deque[float] = deque(maxlen=_ITERATIONS)
+        self._errors: deque[Float64[np.ndarray, " answers"]] = deque(maxlen=_ITERATIONS)
         self.finished: deque[Dispatched] = deque(maxlen=KEPT)
         """The last jobs that were answered, the oldest first."""
 
@@ -110,10 +110,10 @@ class Accounts:
         are still to come."""
         return np.concatenate(self._recent) if self._recent else ()
 
-    def noise(self) -> float:
-        """Standard deviation of log(length / prediction) in the last complete iterations that were predicted; before
-        there is one, what is usual."""
-        return float(np.mean(self._spreads)) if self._spreads else NOISE
+    def spread(self) -> Spread:
+        """How lengths turned out in the last complete iterations that were predicted; before there is one, what is
+        usual."""
+        return Spread.of(np.concatenate(self._errors)) if self._errors else USUAL
 
     def _left(self, account: _Account, asked: Member, attempt: int, instance: str) -> None:
         if account.lines is not None and attempt == 0:  # later ones did not come from a line
@@ -127,12 +127,9 @@ class Accounts:
         if not account.answered:
             return
         if not job.evaluation:
-            lengths = np.sort(np.asarray(account.lengths, np.float64))
-            if len(lengths) > _LENGTHS:  # every so many of them, in order of length
-                lengths = lengths[np.linspace(0, len(lengths) - 1, _LENGTHS).round().astype(np.int64)]
-            self._recent.append(lengths)
+            self._recent.append(_thinned(account.lengths))
             if account.errors:
-                self._spreads.append(float(np.std(np.asarray(account.errors, np.float64))))
+                self._errors.append(_thinned(account.errors))
         self.finished.append(
             Dispatched(
                 job_id=job.job_id,
@@ -145,3 +142,11 @@ class Accounts:
                 as_planned=account.as_planned,
             )
         )
+
+
+def _thinned(values: array[int] | array[float]) -> Float64[np.ndarray, " kept"]:
+    """In their order by size, every so many where there are too many; the least and the greatest stay."""
+    found = np.sort(np.asarray(values, np.float64))
+    if len(found) > _LENGTHS:
+        found = found[np.linspace(0, len(found) - 1, _LENGTHS).round().astype(np.int64)]
+    return found

@@ -20,13 +20,13 @@ from streamrl_jax.control.placing import Waiting
 from streamrl_jax.ranker.cost import FLAT, TokenLatency
 from streamrl_jax.ranker.dispatch import Plan, Server, plan_answers, plan_lpt, plan_paper
 from streamrl_jax.ranker.plans import caps_of
-from streamrl_jax.ranker.risk import NOISE
+from streamrl_jax.ranker.risk import KNOWN, USUAL, Spread
 
 GAIN: Final = 0.1
 GAIN_KNOWN: Final = 0.01
 """A plan of lines is followed if it ends so much sooner than the shared queue, by the model that made both: the first
-where lengths are predicted, since a queue that all share makes up for wrong predictions and a line only by stealing;
-the second where they are known."""
+where lengths are predicted, and then in the mean over lengths as they may turn out as well, since a queue that all
+share makes up for wrong predictions and a line only by stealing; the second where they are known."""
 
 _ALIKE: Final = 0.9
 """Share of the largest KV cache that the smallest has where instances count as equal: what an engine finds free differs
@@ -87,7 +87,7 @@ def arrange(
     settings: DispatchSettings,
     ready: Sequence[Ready],
     recent: Sequence[float] | Lengths,
-    noise: float = NOISE,
+    spread: Spread = USUAL,
 ) -> Arrangement:
     """Decides how a job's samples wait.
 
@@ -96,7 +96,7 @@ def arrange(
         settings: the controller's.
         ready: the instances that can be given work, in an order that lasts.
         recent: lengths of answers in the last iterations; empty: none yet.
-        noise: standard deviation of log(length / prediction). Of lengths that are forced to be as predicted it is 0.
+        spread: how lengths turn out, measured against predictions. Those that are forced to be as predicted are known.
 
     Returns:
         In the order of arrival without predictions, with the policy ``arrival``, or where all lengths are equal; by
@@ -113,7 +113,7 @@ def arrange(
     if not ready:
         return shared
     known = _known(job)
-    made = _Planner(job, lengths, settings, ready, 0.0 if known else noise)
+    made = _Planner(job, lengths, settings, ready, KNOWN if known else spread)
     balanced = made.balanced()
     shared = replace(shared, planned_s=made.seconds(balanced))
     if policy == "lpt" or len(ready) < 2 or order is None:
@@ -123,9 +123,21 @@ def arrange(
     if policy == "paper":
         return made.in_lines(policy, made.paper(recent if len(recent) else lengths), job.n)
     plan, answers = made.skewness()
-    if plan.makespan_s > (1 - (GAIN_KNOWN if known else GAIN)) * balanced.makespan_s:
+    if not pays(plan, balanced, known=known):
         return shared
     return made.in_lines(policy, plan, answers)
+
+
+def pays(plan: Plan, balanced: Plan, *, known: bool) -> bool:
+    """Whether a plan by `plan_skewness` is worth to be followed.
+
+    Args:
+        plan: its answers wait in lines.
+        balanced: what the shared queue comes to.
+        known: whether the lengths are forced to be as predicted.
+    """
+    gain = GAIN_KNOWN if known else GAIN
+    return plan.makespan_s <= (1 - gain) * balanced.makespan_s and (known or plan.saves >= gain)
 
 
 def policy_of(job: Job, settings: DispatchSettings) -> Policy:
@@ -180,7 +192,7 @@ class _Planner:
     lengths: Lengths
     settings: DispatchSettings
     ready: Sequence[Ready]
-    noise: float
+    spread: Spread
     prompts: Int64[np.ndarray, " prompts"] = field(init=False)
     servers: tuple[Server, ...] = field(init=False)
 
@@ -213,7 +225,7 @@ class _Planner:
     def skewness(self) -> tuple[Plan, int]:
         """The better one, and how many answers to a prompt it keeps together: all, or each for itself."""
         limit = float(self.job.sampling.max_new_tokens)
-        return plan_answers(self.lengths, self.job.n, self.servers, self.prompts, self.noise, limit)
+        return plan_answers(self.lengths, self.job.n, self.servers, self.prompts, self.spread, limit)
 
     def in_lines(self, policy: Policy, plan: Plan, answers: int) -> Arrangement:
         """Lines as the plan says."""

@@ -152,7 +152,7 @@ class Work:
             job: what to do.
             ready: the instances that can be given work, which its samples are planned for.
         """
-        return partial(arrange, job, self._dispatch, ready, self.accounts.recent(), self.accounts.noise())
+        return partial(arrange, job, self._dispatch, ready, self.accounts.recent(), self.accounts.spread())
 
     def queue_up(self, job: Job, arrangement: Arrangement) -> None:
         """Queues the samples of an open job as they were arranged."""

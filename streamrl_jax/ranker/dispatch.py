@@ -25,7 +25,7 @@ from streamrl_jax.ranker.plans import (
     predicted_makespan,
     predicted_seconds,
 )
-from streamrl_jax.ranker.risk import NOISE
+from streamrl_jax.ranker.risk import USUAL, Spread
 from streamrl_jax.ranker.skewness import plan_skewness
 from streamrl_jax.ranker.steal import Line, Theft, steal, take_over
 
@@ -110,7 +110,7 @@ def plan_answers(
     n: int,
     servers: Sequence[Server],
     prompt_tokens: Sequence[int] | Int[np.ndarray, " groups"],
-    noise: float = NOISE,
+    spread: Spread = USUAL,
     limit: float | None = None,
 ) -> tuple[Plan, int]:
     """Plans as `plan_skewness`, with the n answers of a prompt on one instance or each for itself.
@@ -124,15 +124,15 @@ def plan_answers(
         n: Answers of each prompt.
         servers: At least one.
         prompt_tokens: Of each prompt.
-        noise: As for `plan_skewness`.
+        spread: As for `plan_skewness`.
         limit: As for `plan_skewness`.
 
     Returns:
         The plan, and how many answers its groups have: 1 where the plan of single answers, with all their prefills,
         ends earlier by more than a hundredth, else n.
     """
-    together = plan_skewness(lengths, n, servers, prompt_tokens, noise, limit)
+    together = plan_skewness(lengths, n, servers, prompt_tokens, spread, limit)
     if n == 1 or len(lengths) >= _EVENS_OUT * len(servers):
         return together, n
-    apart = plan_skewness(np.repeat(lengths, n), 1, servers, np.repeat(prompt_tokens, n), noise, limit)
+    apart = plan_skewness(np.repeat(lengths, n), 1, servers, np.repeat(prompt_tokens, n), spread, limit)
     return (together, n) if together.makespan_s <= _WORTH * apart.makespan_s else (apart, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -10,9 +12,53 @@ from jaxtyping import Float64, Int
 
 from streamrl_jax.ranker.plans import Plan, Server, Work, line_seconds, lines_of
 
-NOISE: Final = 0.3
-"""Standard deviation of log(length / prediction) that a plan allows for if nothing better is known: answers of one
-model to one prompt differ by about as much."""
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How lengths turn out, measured against their predictions.
+
+    Attributes:
+        deviation: Standard deviation of log(length / prediction); 0: the lengths are known.
+        seen: Such logarithms as were observed, in any order; none: normal ones of that deviation, whose mean length is
+            the prediction. Observed ones have heavier tails: an answer in a thousand runs on for many times its
+            prediction, and such answers decide when a stage ends.
+    """
+
+    deviation: float
+    seen: Float64[np.ndarray, " answers"] = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        if not self.deviation >= 0:
+            raise ValueError(f"deviation = {self.deviation} is below 0")
+
+    @classmethod
+    def of(cls, seen: Float64[np.ndarray, " answers"]) -> Spread:
+        """As observed; one logarithm at least."""
+        return cls(float(seen.std()), seen)
+
+    def draws(
+        self, rng: np.random.Generator, shape: tuple[int, int, int]
+    ) -> Float64[np.ndarray, "draws groups n"]:
+        """Logarithms of length / prediction that correlate by half within a group: a prediction's error is the
+        prompt's, chance each answer's own.
+
+        Args:
+            rng: Where they come from.
+            shape: Draws, groups, answers of each.
+        """
+        of_group = (*shape[:2], 1)
+        if self.seen.size:
+            shared, own = rng.choice(self.seen, of_group), rng.choice(self.seen, shape)
+            return np.where(rng.random(shape) < math.sqrt(0.5), shared, own)
+        normal = (rng.standard_normal(of_group) + rng.standard_normal(shape)) / math.sqrt(2)
+        return self.deviation * normal - self.deviation**2 / 2
+
+
+KNOWN: Final = Spread(0.0)
+"""Lengths are as predicted."""
+
+USUAL: Final = Spread(0.3)
+"""What a plan allows for if nothing better is known: answers of one model to one prompt differ by about as much."""
 
 _DRAWS: Final = 8
 
@@ -25,18 +71,17 @@ them would take longer than the plan."""
 
 
 def expected_makespans(
-    plans: Sequence[Plan], work: Work, servers: Sequence[Server], noise: float, limit: float | None = None
+    plans: Sequence[Plan], work: Work, servers: Sequence[Server], spread: Spread, limit: float | None = None
 ) -> Float64[np.ndarray, " plans"]:
     """The mean end of each plan over draws of the lengths, the same draws for all.
 
-    A length is its prediction times exp(noise · z − noise² / 2) with z standard normal: half of the variance is the
-    prompt's, as a prediction's error is, half each answer's own. The order of a line stays that of the predictions.
+    The order of a line stays that of the predictions.
 
     Args:
         plans: Of this work.
         work: With the predictions.
         servers: As the plans count them.
-        noise: 0: the lengths are as predicted.
+        spread: How lengths turn out.
         limit: Tokens at which answers are cut; None: those of the longest prediction. Without any, a single draw far
             beyond all others would end every plan alike.
 
@@ -44,12 +89,10 @@ def expected_makespans(
         Seconds.
     """
     answers = work.lengths.size * work.n
-    if not noise or not answers or answers > _MOST:
+    if not spread.deviation or not answers or answers > _MOST:
         return np.array([plan.makespan_s for plan in plans])
     rng, count = np.random.default_rng(0), max(2, min(_DRAWS, _LINES // len(servers)))
-    shared = rng.standard_normal((count, work.lengths.size, 1))
-    draws = (shared + rng.standard_normal((count, work.lengths.size, work.n))) / np.sqrt(2)
-    turned = work.lengths[:, None] * np.exp(noise * draws - noise**2 / 2)
+    turned = work.lengths[:, None] * np.exp(spread.draws(rng, (count, work.lengths.size, work.n)))
     turned = np.minimum(turned, limit or work.lengths.max())
     ends = np.zeros(len(plans))
     for number, plan in enumerate(plans):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from streamrl_jax.ranker.paper_dispatch import equal_servers, paper_of
 from streamrl_jax.ranker.plans import Plan, Server, Work, checked_work, longest_first, lpt_of, plan_of
-from streamrl_jax.ranker.risk import NOISE, expected_makespans
+from streamrl_jax.ranker.risk import USUAL, Spread, expected_makespans
 from streamrl_jax.ranker.walk import Walk
 
 _SATURATED: Final = 0.999
@@ -42,13 +42,13 @@ def plan_skewness(
     n: int,
     servers: Sequence[Server],
     prompt_tokens: Sequence[int] | Int[np.ndarray, " groups"] | None = None,
-    noise: float = NOISE,
+    spread: Spread = USUAL,
     limit: float | None = None,
 ) -> Plan:
     """Gives long answers instances of their own as far as that ends the stage earlier.
 
     Of the plans that are tried the one that ends first by `risk.expected_makespans` is returned; while lengths are
-    uncertain plain longest first is kept unless another saves more than 2 %. With known lengths (noise 0) the plan is
+    uncertain plain longest first is kept unless another saves more than 2 %. With known lengths the plan is
     thus never worse by the model than longest first nor, where the servers are equal, than the paper's split with
     D = ``lengths``; else by at most those 2 %. With even lengths it is balanced spreading with full batches.
 
@@ -57,18 +57,15 @@ def plan_skewness(
         n: Answers of each group.
         servers: At least one; they may differ.
         prompt_tokens: Of each group; None: 0.
-        noise: Standard deviation of log(an answer's length / its prediction); 0: the lengths are known.
+        spread: How lengths turn out, measured against their predictions.
         limit: Tokens at which answers are cut; None: those of the longest prediction.
 
     Returns:
-        The plan; ``makespan_s`` is that of the lengths as predicted.
+        The plan; ``makespan_s`` is that of the lengths as predicted, ``saves`` allows for how they turn out.
 
     Raises:
         UserError: A value is outside its range.
-        ValueError: ``noise`` is below 0.
     """
-    if not noise >= 0:
-        raise ValueError(f"noise = {noise} is below 0")
     given = checked_work(lengths, n, servers, prompt_tokens)
     order = longest_first(given.lengths)
     work = given[order]
@@ -76,14 +73,16 @@ def plan_skewness(
     if work.lengths.size:
         if equal_servers(servers):
             plans.append(paper_of(work, servers, work.lengths)[0])
-        reaches = np.exp(noise * np.array(_REACHES)) if noise else np.ones(1)
+        reaches = np.exp(spread.deviation * np.array(_REACHES)) if spread.deviation else np.ones(1)
         walk = Walk(work, servers, limit or float(work.lengths[0]))
         plans += _walked(walk, work, servers, plans[0].makespan_s * float(reaches.max()), reaches.tolist())
-    ends = expected_makespans(plans, work, servers, noise, limit)
-    best = plans[int(np.argmin(ends)) if ends.min() < (1 - (_DOUBT if noise else 0)) * ends[0] else 0]
+    ends = expected_makespans(plans, work, servers, spread, limit)
+    doubt = _DOUBT if spread.deviation else 0.0
+    number = int(np.argmin(ends)) if ends.min() < (1 - doubt) * ends[0] else 0
+    best, saves = plans[number], float(1 - ends[number] / ends[0]) if ends[0] else 0.0
     instance, rank = np.empty_like(best.instance), np.empty_like(best.rank)
     instance[order], rank[order] = best.instance, best.rank
-    return replace(best, instance=instance, rank=rank)
+    return replace(best, instance=instance, rank=rank, saves=saves)
 
 
 def _walked(

@@ -35,7 +35,7 @@ from streamrl_jax.control.work import Work
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.ranker.cost import Ramp, TokenLatency
 from streamrl_jax.ranker.plans import Plan, Server
-from streamrl_jax.ranker.risk import NOISE
+from streamrl_jax.ranker.risk import KNOWN, USUAL, Spread
 from streamrl_jax.ranker.skewness import plan_skewness
 from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import (
@@ -374,13 +374,14 @@ def test_a_thousand_instances_and_a_hundred_thousand_prompts(policy: Policy) -> 
 
 def test_the_spread_of_predictions_is_learned_from_answers_and_is_none_where_lengths_are_forced() -> None:
     accounts, asked = Accounts(), job([100.0] * 4)
-    assert accounts.noise() == NOISE
+    assert accounts.spread() is USUAL
     accounts.open(asked, Arrangement("lpt"), None)
     for length, member in zip((50, 100, 100, 200), members(asked), strict=True):
         given_out = Assignment(member.sample_id, 0, asked.prompts[0].token_ids, asked.sampling)
         accounts.answered(asked, member, generation(given_out, "a", length), 1.0)
-    assert accounts.noise() == pytest.approx(math.log(2) / math.sqrt(2), rel=1e-6)
+    assert accounts.spread().deviation == pytest.approx(math.log(2) / math.sqrt(2), rel=1e-6)
+    np.testing.assert_allclose(accounts.spread().seen, np.log([0.5, 1, 1, 2]), atol=1e-6)
     known = replace(job(LONG_TAIL), forced=[int(length) for length in LONG_TAIL], evaluation=True)
-    sure = arrange(known, by("skewness"), TWO, (), noise=5.0)
+    sure = arrange(known, by("skewness"), TWO, (), Spread(5.0))
     assert sure.lines is not None
-    assert sure.planned_s == arrange(job(LONG_TAIL), by("skewness"), TWO, (), noise=0.0).planned_s
+    assert sure.planned_s == arrange(job(LONG_TAIL), by("skewness"), TWO, (), KNOWN).planned_s

@@ -30,6 +30,7 @@ from streamrl_jax.ranker.dispatch import (
     predicted_makespan,
     steal,
 )
+from streamrl_jax.ranker.risk import KNOWN, Spread
 
 GPU = TokenLatency(Ramp(0.006, (1.0, 64.0), (1e-5, 3e-4)), 2e-8, Ramp(0.0, (0.0,), (1e-5,)))
 QUICK = TokenLatency(Ramp(0.002, (1.0,), (5e-5,)), 1e-8, Ramp(0.0, (0.0,), (1e-5,)))
@@ -102,7 +103,7 @@ def test_the_walk_is_never_worse_than_the_papers_split(
     lengths: list[float], n: int, count: int, cost: TokenLatency, kv_tokens: int
 ) -> None:
     servers = servers_of(count, kv_tokens=kv_tokens, cost=cost)
-    ours = predicted_makespan(plan_skewness(lengths, n, servers, noise=0), lengths, n, servers)
+    ours = predicted_makespan(plan_skewness(lengths, n, servers, spread=KNOWN), lengths, n, servers)
     theirs = predicted_makespan(paper(lengths, n, servers), lengths, n, servers)
     plain = predicted_makespan(plan_lpt(lengths, n, servers), lengths, n, servers)
     assert ours <= min(theirs, plain) * (1 + 1e-12)
@@ -112,7 +113,7 @@ def test_the_walk_gains_where_few_are_long_and_a_step_costs_by_its_batch() -> No
     lengths = [8_000.0] * 3 + [300.0] * 397
     servers = servers_of(4, slots=256, kv_tokens=10**7, cost=QUICK)
     plain = plan_lpt(lengths, 1, servers).makespan_s
-    skewed = plan_skewness(lengths, 1, servers, noise=0)
+    skewed = plan_skewness(lengths, 1, servers, spread=KNOWN)
     # A long answer alone takes 8,000 steps of 2 ms; with a quarter of the short ones beside it 1.5 s more.
     assert 16 < skewed.makespan_s < 0.95 * plain
     beside = np.bincount(skewed.instance[3:], minlength=4)
@@ -157,7 +158,7 @@ SMALL = st.lists(st.integers(1, 30), min_size=1, max_size=9)
 def test_longest_first_is_within_four_thirds_of_the_optimum(lengths: list[int], machines: int) -> None:
     servers = servers_of(machines, slots=1, kv_tokens=10**6, cost=FLAT)
     bound = (4 / 3 - 1 / (3 * machines)) * optimum(lengths, machines)
-    for plan in (plan_lpt(lengths, 1, servers), plan_skewness(lengths, 1, servers, noise=0)):
+    for plan in (plan_lpt(lengths, 1, servers), plan_skewness(lengths, 1, servers, spread=KNOWN)):
         loads = np.bincount(plan.instance, weights=lengths, minlength=machines)
         assert plan.makespan_s == pytest.approx(loads.max())
         assert loads.max() <= bound + 1e-9
@@ -224,8 +225,8 @@ def test_other_nonsense_is_refused_by_name() -> None:
         plan_lpt([1.0], 1, servers_of(1), [1, 2])
     with pytest.raises(UserError, match=r"prompt_tokens\[0\]"):
         plan_lpt([1.0], 1, servers_of(1), [-1])
-    with pytest.raises(ValueError, match="noise"):
-        plan_skewness([1.0], 1, servers_of(1), noise=-1)
+    with pytest.raises(ValueError, match="deviation"):
+        Spread(-1.0)
     with pytest.raises(ValueError, match="slots = 0"):
         Server("gen-0", 0, 1, FLAT)
 
@@ -247,13 +248,39 @@ def test_uncertain_lengths_keep_the_plan_from_staking_on_them() -> None:
     rng = np.random.default_rng(0)
     means = np.clip(rng.lognormal(np.log(2_000), 1.0, 256), 10, 20_000)
     servers = servers_of(8, slots=256, kv_tokens=10**6, cost=QUICK)
-    known, unsure = (plan_skewness(means, 8, servers, noise=noise, limit=20_000) for noise in (0.0, 0.5))
+    known, unsure = (
+        plan_skewness(means, 8, servers, spread=Spread(noise), limit=20_000) for noise in (0.0, 0.5)
+    )
     assert known.makespan_s < 0.95 * plan_lpt(means, 8, servers).makespan_s
     shared = rng.standard_normal((256, 1)) + rng.standard_normal((256, 8))
     turned = np.clip(means[:, None] * np.exp(0.5 * shared / np.sqrt(2) - 0.125), 1, 20_000)
     stage = Stage(turned.astype(np.int64), np.zeros(256, np.int64), means)
     ends = [run_plan(stage, plan, servers).makespan_s for plan in (known, unsure)]
     assert ends[1] < 0.95 * ends[0]
+
+
+def test_observed_spreads_are_drawn_as_they_were_observed() -> None:
+    rng = np.random.default_rng(0)
+    seen = np.append(rng.normal(0, 0.1, 999), 3.0)
+    draws = Spread.of(seen).draws(rng, (200, 500, 2))
+    assert (draws == 3.0).mean() == pytest.approx(1e-3, rel=0.2)
+    assert draws.std() == pytest.approx(seen.std(), rel=0.05)
+    assert np.corrcoef(draws[..., 0].ravel(), draws[..., 1].ravel())[0, 1] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_heavy_tail_keeps_the_plan_from_staking_on_means() -> None:
+    """The deviation of normal errors, but one answer in 200 runs on for 20 times its prediction: then a line of many
+    short answers is no safer than any other, and the plan promises less."""
+    rng = np.random.default_rng(0)
+    means = np.clip(rng.lognormal(np.log(500), 1.0, 256), 10, 20_000)
+    servers = servers_of(8, slots=256, kv_tokens=10**6, cost=QUICK)
+    seen = np.append(np.zeros(199), math.log(20))
+    heavy = Spread.of(seen)
+    normal, aware = (
+        plan_skewness(means, 8, servers, spread=one, limit=20_000) for one in (Spread(heavy.deviation), heavy)
+    )
+    assert normal.saves > 0.1 > aware.saves
+    assert normal.makespan_s < 0.9 * plan_lpt(means, 8, servers).makespan_s
 
 
 def test_a_million_prompts_on_a_thousand_instances_take_less_than_two_seconds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +121,19 @@ def test_fit_and_eval_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
 
     assert main(words) == 2
     assert "exists already; give a new directory for the ranker" in capsys.readouterr().err
+
+
+def test_a_fit_that_cannot_be_written_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(ranker: LengthRanker, directory: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LengthRanker, "save", full)
+    write_lengths(tmp_path / "train.jsonl", observe(360, 5)[200:])
+    words = ["rank", "fit", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "r"), "--steps", "5"]
+    assert main([*words, "--vocabulary", "32"]) == 2
+    assert f"{tmp_path / 'r'} cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_files_that_are_not_there_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
