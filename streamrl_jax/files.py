@@ -41,10 +41,14 @@ def check_replaceable(path: Path, option: str) -> None:
     Raises:
         UserError: Nothing can be written there.
     """
+    if not path.name:
+        raise UserError(f"{option} names no file; give one")
     probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            raise UserError(f"{option} {path} is no regular file, and would be replaced; name another file")
         with probe.open("wb"):
             pass
         probe.unlink()

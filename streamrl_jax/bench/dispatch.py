@@ -209,7 +209,7 @@ def _results(
         material = with_ranker(material, arguments.ranker)
         sampling = evaluation_sampling(cfg, served.stop_token_ids)
         asking = Asking(sampling, cfg.gen.heartbeat_interval_s, _SAMPLE_S, served.stop, arguments.limit_s)
-        cost = step_cost(cfg, served.inputs)
+        cost = step_cost(cfg, served.inputs.model_dir / "config.json")
         settings = DispatchSettings(cfg.dispatch.policy, cfg.dispatch.alpha, cost)
         model = Model.of(served.controller.pool(), settings, cfg.gen.lookahead)
         for size in sizes:

@@ -38,21 +38,22 @@ _PLAYED: Final = 150_000
 """Answers of all repeats together up to which the stage is played."""
 
 _MANY: Final = math.inf
+_MOST: Final = 100_000_000  # answers that memory holds
 _FAR: Final = 10.0
 """Of a spread: e to the 10th is a factor of 22,000."""
 
 _RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    "prompts": (1, _MANY),
-    "answers": (1, _MANY),
-    "instances": (1, _MANY),
-    "slots": (1, _MANY),
+    "prompts": (1, 1e7),
+    "answers": (1, 1e6),
+    "instances": (1, 1e5),
+    "slots": (1, 1e6),
     "stretch": (1e-6, 1e6),
     "median": (1, 1e9),
     "limit": (1, 1e9),
     "sigma": (0, _FAR),
     "chance": (0, _FAR),
     "error": (0, _FAR),
-    "repeats": (1, _MANY),
+    "repeats": (1, 1e6),
     "seed": (0, _MANY),
 }
 """Of the options: the lowest and the highest value."""
@@ -165,6 +166,8 @@ def check_ranges(arguments: Namespace) -> None:
             if not low <= value <= high:
                 needed = f"{low:g} or more" if high == _MANY else f"a number from {low:g} to {high:g}"
                 raise UserError(f"--{name} {value}: give {needed}")
+    if (count := arguments.prompts * arguments.answers) > _MOST:
+        raise UserError(f"--prompts times --answers is {count}: give fewer, {_MOST:,} at most")
 
 
 def servers_of(gpu: str, count: int, slots: int) -> list[Server]:

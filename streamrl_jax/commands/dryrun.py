@@ -26,7 +26,7 @@ from streamrl_jax.data import load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.gen.options import engine_environment
-from streamrl_jax.ranker.hardware import GPUS, named_cost
+from streamrl_jax.ranker.hardware import GPUS
 from streamrl_jax.ranker.restore import check_given
 from streamrl_jax.rewards import load_reward
 from streamrl_jax.setup.devices import (
@@ -38,6 +38,7 @@ from streamrl_jax.setup.devices import (
     split_devices,
     trainer_environment,
 )
+from streamrl_jax.setup.generation import step_cost
 from streamrl_jax.setup.inputs import check_body, check_experts, load_advantage, load_loss
 from streamrl_jax.setup.instances import engine_options
 from streamrl_jax.setup.model_source import looks_like_hub_id
@@ -285,7 +286,7 @@ def _check_dispatch(config: Config) -> list[str]:
     _collect(faults, lambda: check_given(config.ranker))
     config_json = Path(config.model.path) / "config.json"
     if config.dispatch.cost not in GPUS or config_json.is_file():
-        _collect(faults, lambda: named_cost(config.dispatch.cost, config_json))
+        _collect(faults, lambda: step_cost(config, config_json))
     return faults
 
 

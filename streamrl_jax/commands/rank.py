@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamrl_jax.config import Config
+from streamrl_jax.control.jobs import MOST_SAMPLES
 from streamrl_jax.data import PromptSet, load_prompts
 from streamrl_jax.data.sources import Split
 from streamrl_jax.data.tokenizer import Tokenizer
@@ -72,9 +73,14 @@ def collect(cfg: Config, out: Path, wanted: Wanted) -> Spread:
 
 def _check_count(cfg: Config, wanted: Wanted) -> None:
     """Sees to it before any instance starts that there are as many prompts as are asked for."""
-    if wanted.prompts:
-        tokenizer = Tokenizer.load(model_directory(cfg.model.path, "model.path"))
-        first_drawn(load_prompts(cfg.data, tokenizer, wanted.split, seed=cfg.run.seed), wanted.prompts)
+    tokenizer = Tokenizer.load(model_directory(cfg.model.path, "model.path"))
+    prompts = load_prompts(cfg.data, tokenizer, wanted.split, seed=cfg.run.seed)
+    count = len(first_drawn(prompts, wanted.prompts)) if wanted.prompts else len(prompts)
+    if count * (n := wanted.n or cfg.rollout.n) > MOST_SAMPLES:
+        raise UserError(
+            f"--n {n}: {count} prompts have {count * n} answers then, and a job has {MOST_SAMPLES} at most; give "
+            "fewer, or fewer --prompts"
+        )
 
 
 def _collect(cfg: Config, out: Path, wanted: Wanted, served: Served) -> Spread:

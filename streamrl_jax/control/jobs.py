@@ -17,7 +17,7 @@ from streamrl_jax.types import Prompt, Sampling
 _SEED_BITS: Final = 31  # every engine takes a seed of this size
 _ITERATION_BITS: Final = 20
 _LENGTH_BITS: Final = 12
-_MOST_SAMPLES: Final = 1 << 24  # of a job: a plan takes some tens of bytes for each
+MOST_SAMPLES: Final = 1 << 24  # of a job: a plan takes some tens of bytes for each
 LONGEST: Final = 2.0**53
 """Largest length that may be predicted, tokens."""
 
@@ -52,10 +52,10 @@ class Job:
             raise ValueError(
                 f"job {self.job_id}: {len(self.prompts)} prompts with n = {self.n}: nothing to do"
             )
-        if self.size > _MOST_SAMPLES:
+        if self.size > MOST_SAMPLES:
             raise ValueError(
                 f"job {self.job_id}: {len(self.prompts)} prompts with n = {self.n} are {self.size} samples; at most "
-                f"{_MOST_SAMPLES} are taken"
+                f"{MOST_SAMPLES} are taken"
             )
         if self.predicted is not None:
             _check_lengths(f"job {self.job_id}: predicted", self.predicted, len(self.prompts), LONGEST)

@@ -378,6 +378,9 @@ def engine_arguments(options: EngineOptions) -> dict[str, Any]:
     }
     if options.on_cpu:
         arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+        # A prompt in pieces would end the engine: of a sequence with a seed vLLM takes back the number that it drew for
+        # nothing at each piece but the last, which a generator on the CPU cannot do.
+        arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     return arguments

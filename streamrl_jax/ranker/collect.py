@@ -119,8 +119,13 @@ def growing(
             if not rows:
                 write_atomically(partial, line)
             else:
-                with partial.open("ab") as stream:
-                    stream.write(line)
+                with partial.open("ab", buffering=0) as stream:
+                    whole = stream.tell()
+                    try:
+                        stream.write(line)
+                    except OSError:
+                        stream.truncate(whole)  # a full disk takes half a row
+                        raise
         rows.append(row)
 
     try:

@@ -283,7 +283,10 @@ class Part:
             raise UserError(
                 f"{self.where}: field {name!r} holds {value}: a finite number from 0 up is needed"
             )
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UserError(f"{self.where}: field {name!r} holds a number beyond all bounds") from error
 
 
 def _ramp(part: Part) -> Ramp:

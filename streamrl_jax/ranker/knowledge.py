@@ -231,7 +231,7 @@ def read_knowledge(directory: Path, window: int, path: str) -> Restored:
         if (directory / _LENGTHS).exists():
             known.recent.extend(read_lengths(directory / _LENGTHS))
         said = {int(iteration): _from_json(entry) for iteration, entry in record["said"].items()}
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise UserError(f"{directory} cannot be read ({type(error).__name__}: {error})") from error
     kept = record["trained"] and record["path"] == path
     return Restored(known, said, directory / _RANKER if kept else None)

@@ -388,7 +388,7 @@ class OnlineForecast:
         except OSError as error:
             raise UserError(
                 f"{state_directory(self._run_dir, step)}: what the run knows of its answers' lengths cannot be written "
-                f"({error}); free some space, then go on with --resume"
+                f"({error}); free some space, or remove what is in the way, then go on with --resume"
             ) from error
 
 

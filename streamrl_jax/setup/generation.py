@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamrl_jax.bridge.store import StoredVersion, StoreServer, WeightStore
 from streamrl_jax.config import Config
@@ -78,7 +79,7 @@ def open_generation(
     Raises:
         UserError: ``bridge.listen`` cannot be bound, or ``dispatch.cost`` cannot be read; no process was started.
     """
-    cost = step_cost(cfg, inputs)
+    cost = step_cost(cfg, inputs.model_dir / "config.json")
     files = run_access(cfg, home, starts=True)
     access = net.Access.from_files(files)
     with _open_store(cfg, home, access) as store:
@@ -101,19 +102,19 @@ def open_generation(
             yield GenerationSide(controller, store)
 
 
-def step_cost(cfg: Config, inputs: Inputs) -> TokenLatency:
+def step_cost(cfg: Config, config_json: Path) -> TokenLatency:
     """What a decode step costs an instance of the default pool, as ``dispatch.cost`` says.
 
     Args:
         cfg: The run's configuration.
-        inputs: The policy's checkpoint, for its shape.
+        config_json: Of the policy's checkpoint, for its shape.
 
     Raises:
         UserError: It is neither a profile nor a GPU that is known.
     """
     value_bytes = 2 if cfg.gen.dtype == "bfloat16" else 4
     parallel = cfg.gen.tensor_parallel_size
-    return named_cost(cfg.dispatch.cost, inputs.model_dir / "config.json", value_bytes, parallel)
+    return named_cost(cfg.dispatch.cost, config_json, value_bytes, parallel)
 
 
 def _in_a_process(

@@ -51,11 +51,16 @@ def faults(directory: Path) -> list[str]:
     if not is_sealed(directory):
         return [f"it was never completed ({SEAL} is missing)"]
     try:
-        recorded: dict[str, Any] = json.loads((directory / SEAL).read_bytes())["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        recorded = json.loads((directory / SEAL).read_bytes())["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [f"{SEAL} cannot be read ({type(error).__name__}: {error})"]
+    if not isinstance(recorded, dict) or not recorded:
+        return [f"{SEAL} names no files"]
     found: list[str] = []
     for name, wanted in recorded.items():
+        if not isinstance(wanted, dict) or "bytes" not in wanted:
+            found.append(f"{SEAL} does not say what {name} holds")
+            continue
         path = directory / name
         if not path.is_file():
             found.append(f"{name} is missing")

@@ -257,7 +257,7 @@ def make_launcher(model_dir: Path, run_dir: Path, ranks: int = 1) -> LocalLaunch
     cores = sorted(os.sched_getaffinity(0))[:ranks]
     engine = EngineOptions(
         str(model_dir),
-        max_model_len=256,
+        max_model_len=512,
         max_num_seqs=8,
         tensor_parallel_size=ranks,
         device=f"cpu:{','.join(map(str, cores))}",

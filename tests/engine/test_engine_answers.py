@@ -134,6 +134,20 @@ def test_a_partial_answer_goes_on_under_the_same_limit(rig: Rig) -> None:
     assert disagreement(rig, [again], [answer], 1.0) < 1e-5
 
 
+def test_contexts_beyond_a_steps_budget_wait_whole(rig: Rig) -> None:
+    """What a lost instance held is handed out at once, with all that it had written: more tokens than a step takes in.
+    In pieces they would end an engine on the CPU, since the answers have seeds."""
+    ids = np.arange(3, 83, dtype=np.int32)
+    given = []
+    for number in range(8):
+        left = np.roll(np.tile(ids, 5), number)
+        partial = Partial(left, np.full(400, -1.0, np.float32), (VersionRun(rig.version, 400),))
+        sampling = Sampling(1.0, 410, (), seed=number)
+        given.append(Assignment(rig.sample_id(), 1, ids[: 9 + number], sampling, resumed=partial))
+    assert sum(len(one.prompt_ids) + 400 for one in given) > 2048, "of one step"
+    assert [len(answer.token_ids) for answer in rig.answer(given)] == [410] * 8
+
+
 def test_an_aborted_answer_returns_its_tokens(rig: Rig) -> None:
     given = replace(assignments(rig, 1)[0], sampling=replace(TRAINING, max_new_tokens=200, stop_token_ids=()))
 

@@ -280,7 +280,15 @@ def test_every_file_that_is_cut_changed_or_lost_makes_its_checkpoint_unfit(tmp_p
     for path in _files(whole):
         data = path.read_bytes()
         if path.name == seal.SEAL:
-            broken = [data[: len(data) // 2], b"{}", b"[]"]
+            broken = [
+                data[: len(data) // 2],
+                b"{}",
+                b"[]",
+                b'{"files": 3}',
+                b'{"files": []}',
+                b'{"files": {}}',
+            ]
+            broken.append(b"[" * 100_000)
         else:
             broken = [data[:-1], bytes([data[0] ^ 1]) + data[1:]] if data else [b"x"]
         for other in broken:

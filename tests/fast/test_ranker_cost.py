@@ -224,6 +224,10 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
             r"batch.knots: the first is 2.0, not 1",
         ),
         (lambda data: data["cost"].update(kv_token_s=float("inf")), "field 'kv_token_s' holds inf"),
+        (
+            lambda data: data["cost"].update(kv_token_s=10**400),
+            "field 'kv_token_s' holds a number beyond all bounds",
+        ),
         (lambda data: data["cost"].update(kv_token_s=True), "field 'kv_token_s' is true: a number is needed"),
         (lambda data: data["conditions"].update(model=3), "conditions: field 'model' is 3: a text is needed"),
         (lambda data: data["points"].append(7), r"points\[21\]: 7 stands where an object is needed"),
