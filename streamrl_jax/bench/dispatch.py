@@ -201,8 +201,8 @@ def _results(
     from streamrl_jax.bench.dispatch_model import Model
     from streamrl_jax.bench.dispatch_rounds import Asking, measure
     from streamrl_jax.control.dispatching import DispatchSettings
-    from streamrl_jax.setup.generation import step_cost
     from streamrl_jax.setup.serving import UNSCORED, serving
+    from streamrl_jax.setup.step_cost import step_cost
     from streamrl_jax.train.evaluator import evaluation_sampling
 
     with serving(cfg, "dispatch", UNSCORED) as served:

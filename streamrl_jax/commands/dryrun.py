@@ -38,11 +38,11 @@ from streamrl_jax.setup.devices import (
     split_devices,
     trainer_environment,
 )
-from streamrl_jax.setup.generation import step_cost
 from streamrl_jax.setup.inputs import check_body, check_experts, load_advantage, load_loss
 from streamrl_jax.setup.instances import engine_options
 from streamrl_jax.setup.model_source import looks_like_hub_id
 from streamrl_jax.setup.security import check_files
+from streamrl_jax.setup.step_cost import step_cost
 from streamrl_jax.tasks import TASK_PREFIX, load_task
 from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.hf_directory import map_tensors_of, read_arch

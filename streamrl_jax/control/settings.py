@@ -45,7 +45,7 @@ class ControlSettings:
         Args:
             config: of the run.
             readers: trainer processes.
-            cost: of a decode step, which ``dispatch.cost`` names; see `setup.generation.step_cost`.
+            cost: of a decode step, which ``dispatch.cost`` names; see `setup.step_cost`.
         """
         gen, bridge, control = config.gen, config.bridge, config.control
         return cls(

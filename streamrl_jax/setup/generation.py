@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamrl_jax.bridge.store import StoredVersion, StoreServer, WeightStore
 from streamrl_jax.config import Config
@@ -21,14 +20,13 @@ from streamrl_jax.gen import net
 from streamrl_jax.gen.launch.plan import FleetPlan
 from streamrl_jax.gen.whereabouts import CONTROL_FILE
 from streamrl_jax.progress import Display
-from streamrl_jax.ranker.cost import TokenLatency
-from streamrl_jax.ranker.hardware import named_cost
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.setup.controller import start_controller
 from streamrl_jax.setup.devices import DeviceSplit
 from streamrl_jax.setup.fleet import fleet_plan, open_fleet
 from streamrl_jax.setup.inputs import Inputs
 from streamrl_jax.setup.security import run_access
+from streamrl_jax.setup.step_cost import step_cost
 
 _LOOK_S = 1.0
 
@@ -100,21 +98,6 @@ def open_generation(
             )
         with _running(controller, display):
             yield GenerationSide(controller, store)
-
-
-def step_cost(cfg: Config, config_json: Path) -> TokenLatency:
-    """What a decode step costs an instance of the default pool, as ``dispatch.cost`` says.
-
-    Args:
-        cfg: The run's configuration.
-        config_json: Of the policy's checkpoint, for its shape.
-
-    Raises:
-        UserError: It is neither a profile nor a GPU that is known.
-    """
-    value_bytes = 2 if cfg.gen.dtype == "bfloat16" else 4
-    parallel = cfg.gen.tensor_parallel_size
-    return named_cost(cfg.dispatch.cost, config_json, value_bytes, parallel)
 
 
 def _in_a_process(
