@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl_jax.bench.dispatch_draws import Material
-from streamrl_jax.bench.dispatch_rounds import FEWEST_ROUNDS
+from streamrl_jax.bench.dispatch_rounds import FEWEST_ROUNDS, prompts_of
 from streamrl_jax.config_ranker import RankerSection
 from streamrl_jax.errors import UserError
 from streamrl_jax.files import check_replaceable
-from streamrl_jax.types import Prompt
 
 if TYPE_CHECKING:
     from streamrl_jax.config import Config
@@ -110,9 +108,4 @@ def check_ranker(directory: Path, material: Material) -> None:
     """
     from streamrl_jax.ranker.restore import check_given
 
-    check_given(RankerSection(path=str(directory)), prompts_of(material))
-
-
-def prompts_of(material: Material) -> Sequence[Prompt]:
-    """The prompts of the material, by themselves."""
-    return [Prompt(row.prompt_id, row.token_ids, {}) for row in material.rows]
+    check_given(RankerSection(path=str(directory)), prompts_of(material.rows))

@@ -18,6 +18,7 @@ from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.protocol import RunController
 from streamrl_jax.interrupt import StopSignal
+from streamrl_jax.ranker.lengths import ObservedLengths
 from streamrl_jax.train.rollouts import arriving
 from streamrl_jax.types import Prompt, Sampling
 
@@ -166,12 +167,17 @@ def play(
     return Played(last - began, steps, answers)
 
 
+def prompts_of(rows: Sequence[ObservedLengths]) -> list[Prompt]:
+    """Recorded prompts as a job asks them."""
+    return [Prompt(row.prompt_id, row.token_ids, {}) for row in rows]
+
+
 def job_of(job_id: str, policy: Policy, met: Order, material: Material, sampling: Sampling) -> Job:
     """A round's work as a job: every answer has its recorded length, whatever the policy."""
     rows = [material.rows[row] for row in met.rows]
     return Job(
         job_id,
-        [Prompt(row.prompt_id, row.token_ids, {}) for row in rows],
+        prompts_of(rows),
         met.lengths.shape[1],
         replace(sampling, max_new_tokens=max(int(met.lengths.max()), sampling.max_new_tokens)),
         iteration=0,

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from streamrl_jax.control.dispatching import DispatchSettings
 from streamrl_jax.control.jobs import Job
-from streamrl_jax.errors import UserError
 from streamrl_jax.plan.dispatched import run_job
+from streamrl_jax.ranker.collect import writing
 from streamrl_jax.ranker.cost import FLAT, TokenLatency, read_cost
 from streamrl_jax.ranker.fit import FitOptions, fit_ranker
 from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths
@@ -70,13 +70,9 @@ def fit(lengths: Sequence[Path], out: Path, options: FitOptions, start: Path | N
     rows = [row for path in lengths for row in read_lengths(path)]
     where = ", ".join(map(str, lengths))
     ranker = fit_ranker(rows, options, start, report=lambda line: print(line, flush=True), where=where)
-    try:
+    with writing(out, "make room, or give another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         ranker.save(out)
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written: {error.strerror}; make room, or give another --out"
-        ) from error
     told = ranker.conditions
     print(
         f"{out}: fitted to {told['answers']} answers to {told['prompts'] + told['held_back']} prompts in "
