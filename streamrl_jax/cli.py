@@ -13,6 +13,7 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 INTERRUPTED_EXIT_CODE: Final = 130
 
 _OVERRIDE_OPTION: Final = re.compile(r"--(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)+)(?P<value>=.*)?", re.DOTALL)
+_VALUE_MAY_BE_LEFT_OUT: Final = ("--resume",)
 _OVERRIDE_WORD: Final = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)
 
 
@@ -104,7 +106,10 @@ def _dispatch(argv: list[str]) -> int:
     command = COMMANDS.get(name)
     if command is None:
         group = [full for full in COMMANDS if full.startswith(f"{name} ")]
-        if group and rest and rest[0] not in ("-h", "--help"):
+        if group and rest and rest[0] in ("-h", "--help", "help"):
+            print(_overview(f"{name} "))
+            return 0
+        if group and rest:
             name = f"{name} {rest[0]}"
         raise UserError(
             f"There is no command {name!r}; the commands are {', '.join(group or COMMANDS)} (streamrl --help)."
@@ -118,15 +123,17 @@ def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
     return " ".join(argv[:words]), list(argv[words:])
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+def _overview(group: str = "") -> str:
+    """What the commands do, or those of a group alone, named with the blank after it."""
+    shown = {name: command for name, command in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, shown))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in shown.items()]
     return "\n".join(
         [
             f"streamrl {__version__}: disaggregated RL post-training of language models, JAX trainer, vLLM "
             "generation",
             "",
-            "usage: streamrl COMMAND ... (streamrl COMMAND --help tells more)",
+            f"usage: streamrl {group}COMMAND ... (streamrl {group}COMMAND --help tells more)",
             "",
             *lines,
         ]
@@ -136,9 +143,8 @@ def _overview() -> str:
 def _parse(name: str, command: Command, rest: Sequence[str]) -> Namespace:
     """Parses a command's arguments; `files` and `overrides` hold the configuration's."""
     parser = ArgumentParser(prog=f"streamrl {name}", description=command.summary, allow_abbrev=False)
-    overrides: list[str] = []
     if command.settings:
-        rest, overrides = split_overrides(rest)
+        rest = settings_in_place(rest)
         parser.epilog = (
             "Any key of the configuration can be given as section.key=value or --section.key value."
         )
@@ -149,8 +155,7 @@ def _parse(name: str, command: Command, rest: Sequence[str]) -> Namespace:
     arguments, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         raise UserError(_unknown_option(name, unknown[0], bool(command.settings)))
-    arguments.files, words = _told_apart(getattr(arguments, "settings", []))
-    arguments.overrides = overrides + words
+    arguments.files, arguments.overrides = _told_apart(getattr(arguments, "settings", []))
     return arguments
 
 
@@ -164,35 +169,40 @@ def _is_setting(word: str) -> bool:
     return word.endswith(".toml") or _OVERRIDE_WORD.fullmatch(word) is not None
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Takes `--section.key value` and `--section.key=value` out of a command line.
+def settings_in_place(arguments: Sequence[str]) -> list[str]:
+    """Writes `--section.key value` and `--section.key=value` of a command line as `section.key=value`.
+
+    They stay where they stand: of two settings of a key the later counts, in whichever form. An option whose value may
+    be left out does not take the setting after it for its value.
 
     Args:
         arguments: The command's arguments.
 
     Returns:
-        The other arguments, and the overrides as `section.key=value`.
+        The arguments with every override as a word.
 
     Raises:
         UserError: An option of that form has no value.
     """
-    others: list[str] = []
-    overrides: list[str] = []
+    written: list[str] = []
     pending = list(arguments)
     while pending:
         argument = pending.pop(0)
         match = _OVERRIDE_OPTION.fullmatch(argument)
         if match is None:
-            others.append(argument)
+            written.append(argument)
         elif match["value"] is not None:
-            overrides.append(match["key"] + match["value"])
+            written.append(match["key"] + match["value"])
         elif pending:
-            overrides.append(f"{match['key']}={pending.pop(0)}")
+            written.append(f"{match['key']}={pending.pop(0)}")
         else:
             raise UserError(
                 f"{argument} has no value; write {argument} VALUE, or {argument.removeprefix('--')}=VALUE."
             )
-    return others, overrides
+    return [
+        f"{word}=" if word in _VALUE_MAY_BE_LEFT_OUT and _is_setting(after) else word
+        for word, after in pairwise([*written, ""])
+    ]
 
 
 def _unknown_option(name: str, option: str, takes_config: bool) -> str:
@@ -226,10 +236,6 @@ def _train_options(parser: ArgumentParser) -> None:
 def _train(arguments: Namespace) -> int:
     from streamrl_jax.commands.starts import plan_start
 
-    if arguments.resume and _is_setting(arguments.resume):
-        # `--resume base.toml`: argparse took the first of the settings for the option's value.
-        files, overrides = _told_apart([arguments.resume])
-        arguments.files[:0], arguments.overrides[:0], arguments.resume = files, overrides, ""
     start = plan_start(
         arguments.files, arguments.overrides, arguments.resume, arguments.fork_from, arguments.run_dir
     )

@@ -101,6 +101,44 @@ class _Line:
         return unit
 
 
+class _Ranking:
+    """Lines by a figure that changes, the greatest first; of equal ones the lower number.
+
+    An entry that is out of date comes up too early, and is put right then. So a line is entered again whenever its
+    figure may have risen, and never because it has fallen.
+
+    Args:
+        figure: of a line.
+        counts: whether a line is in the ranking at present.
+    """
+
+    def __init__(self, figure: Callable[[_Line], float], counts: Callable[[_Line], bool]) -> None:
+        self._figure = figure
+        self._counts = counts
+        self._heap: list[tuple[float, int, int, _Line]] = []
+        self._entries = 0
+
+    def enter(self, line: _Line) -> None:
+        if self._counts(line):
+            heapq.heappush(self._heap, self._entry(line))
+
+    def first(self) -> _Line | None:
+        """The line of the greatest figure; None: none is in the ranking."""
+        while self._heap:
+            negative, _, _, line = self._heap[0]
+            if not self._counts(line):
+                heapq.heappop(self._heap)
+            elif -self._figure(line) > negative:
+                heapq.heapreplace(self._heap, self._entry(line))
+            else:
+                return line
+        return None
+
+    def _entry(self, line: _Line) -> tuple[float, int, int, _Line]:
+        self._entries += 1  # so that two entries of a line never compare lines
+        return -self._figure(line), line.number, self._entries, line
+
+
 class Lines:
     """The lines of one job.
 
@@ -123,14 +161,10 @@ class Lines:
             seat.name: self._line(seat, number, order[ends[number] : ends[number + 1]])
             for number, seat in enumerate(plan.seats)
         }
-        # Abandoned lines by what they would give, the longest first, and lines in which anything waits by their ends,
-        # the latest first. An entry that is out of date comes up too early, and is put right then: whenever its
-        # number rises, another entry is made.
-        self._abandoned: list[tuple[float, int, int, _Line]] = []
-        self._latest: list[tuple[float, int, int, _Line]] = []
-        self._entries = 0
+        self._abandoned = _Ranking(lambda line: line.next_tokens, lambda line: line.abandoned and line.waits)
+        self._latest = _Ranking(lambda line: line.ends_s, lambda line: line.waits)
         for line in self._lines.values():
-            self._enter(line)
+            self._latest.enter(line)
         self.waiting = len(plan.seat) * plan.answers
         """Answers that have not left."""
         self.steals = 0
@@ -186,23 +220,13 @@ class Lines:
         before shorter ones of their own."""
         if (line := self._lines.get(instance)) is not None and line.waits and not line.abandoned:
             line.abandoned = True
-            self._enter_abandoned(line)
+            self._abandoned.enter(line)
 
     def _return(self, line: _Line) -> None:
         line.abandoned = False
 
     def _is_own(self, line: _Line, unit: int) -> bool:
         return bool(self._plan.seat[unit] == line.number)
-
-    def _enter(self, line: _Line) -> None:
-        if line.waits:
-            self._entries += 1
-            heapq.heappush(self._latest, (-line.ends_s, line.number, self._entries, line))
-
-    def _enter_abandoned(self, line: _Line) -> None:
-        if line.waits:
-            self._entries += 1
-            heapq.heappush(self._abandoned, (-line.next_tokens, line.number, self._entries, line))
 
     def _line(self, seat: Seat, number: int, units: Units) -> _Line:
         tokens, answers = self._plan.tokens[units], self._plan.answers
@@ -238,22 +262,9 @@ class Lines:
 
     def _prefer_abandoned(self, line: _Line) -> None:
         """Takes what goes next of an abandoned line, if that is longer than what goes next of the own one."""
-        longest = self._longest_abandoned()
+        longest = self._abandoned.first()
         if longest is not None and longest.next_tokens > line.next_tokens:
             self._move(longest, line, 0)
-
-    def _longest_abandoned(self) -> _Line | None:
-        """The abandoned line whose next prompt is the longest; None: nothing waits in any."""
-        while self._abandoned:
-            tokens, number, _, line = self._abandoned[0]
-            if not (line.abandoned and line.waits):
-                heapq.heappop(self._abandoned)
-            elif -line.next_tokens > tokens:
-                self._entries += 1
-                heapq.heapreplace(self._abandoned, (-line.next_tokens, number, self._entries, line))
-            else:
-                return line
-        return None
 
     def _take_over(self, thief: _Line) -> None:
         """Moves a unit, or the rest of one, to a line in which nothing waits.
@@ -261,10 +272,11 @@ class Lines:
         It is the longest of those that nobody works at, else of the line that ends last; which one of that,
         `ranker.steal.take_over` says.
         """
-        if (abandoned := self._longest_abandoned()) is not None:
+        if (abandoned := self._abandoned.first()) is not None:
             self._move(abandoned, thief, 0)
             return
-        victim = self._last_to_end()
+        victim = self._latest.first()
+        assert victim is not None, "asked only while something waits, and then it waits in a line"
         begun = victim.first == len(victim.units)  # all that waits is the rest of a unit
         self._move(victim, thief, 0 if begun else take_over(self._seen(thief), self._seen(victim)))
 
@@ -276,7 +288,7 @@ class Lines:
             unit = victim.remove(place)
             if victim.abandoned and victim.first == len(victim.units):
                 # The rest of the one that was begun is longer than those that came after it.
-                self._enter_abandoned(victim)
+                self._abandoned.enter(victim)
         else:
             unit, tokens, answer = victim.current, victim.current_tokens, victim.answer
             victim.current = -1
@@ -288,19 +300,8 @@ class Lines:
             victim.own -= moved
             self.uncapped |= not victim.own and victim.seat.name in self._plan.caps
         thief.own += moved * self._is_own(thief, unit)
-        self._enter(thief)
+        self._latest.enter(thief)
         self.steals += 1
-
-    def _last_to_end(self) -> _Line:
-        while True:
-            ends, number, _, line = self._latest[0]
-            if not line.waits:
-                heapq.heappop(self._latest)
-            elif -line.ends_s > ends:
-                self._entries += 1
-                heapq.heapreplace(self._latest, (-line.ends_s, number, self._entries, line))
-            else:
-                return line
 
     def _seen(self, line: _Line) -> Line:
         """A line as `ranker.steal` weighs it. What a running answer has written so far is not taken off; a line in

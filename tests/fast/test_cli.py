@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax import rundir
-from streamrl_jax.cli import COMMANDS, main, split_overrides
+from streamrl_jax.cli import COMMANDS, _parse, main, settings_in_place
 from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
 from streamrl_jax.commands.dryrun import dry_run
 from streamrl_jax.commands.starts import Fork, Start, plan_start
@@ -83,33 +83,45 @@ def install(monkeypatch: pytest.MonkeyPatch, outcome: object = None) -> Recorder
 
 
 @pytest.mark.parametrize(
-    ("arguments", "others", "overrides"),
+    ("arguments", "written"),
     [
-        (
-            ["a.toml", "--actor.optim.lr", "1e-5", "--dry-run"],
-            ["a.toml", "--dry-run"],
-            ["actor.optim.lr=1e-5"],
-        ),
-        (["--trainer.mesh.fsdp", "-1"], [], ["trainer.mesh.fsdp=-1"]),
-        (["--run.name=a=b", "--out", "x.y"], ["--out", "x.y"], ["run.name=a=b"]),
-        (["--data.system_prompt", "--be brief"], [], ["data.system_prompt=--be brief"]),
-        (["--resume", "runs/a.b", "--run-dir=x.y"], ["--resume", "runs/a.b", "--run-dir=x.y"], []),
+        (["a.toml", "--actor.optim.lr", "1e-5", "--dry-run"], ["a.toml", "actor.optim.lr=1e-5", "--dry-run"]),
+        (["--trainer.mesh.fsdp", "-1"], ["trainer.mesh.fsdp=-1"]),
+        (["--run.name=a=b", "--out", "x.y"], ["run.name=a=b", "--out", "x.y"]),
+        (["--data.system_prompt", "--be brief"], ["data.system_prompt=--be brief"]),
+        (["--resume", "runs/a.b", "--run-dir=x.y"], ["--resume", "runs/a.b", "--run-dir=x.y"]),
+        (["--resume", "a.toml", "--run-dir", "x"], ["--resume=", "a.toml", "--run-dir", "x"]),
+        (["run.seed=1", "--resume", "--run.seed", "2"], ["run.seed=1", "--resume=", "run.seed=2"]),
+        (["a.toml", "--resume"], ["a.toml", "--resume"]),
     ],
 )
-def test_overrides_are_taken_out_of_the_arguments(
-    arguments: list[str], others: list[str], overrides: list[str]
-) -> None:
-    assert split_overrides(arguments) == (others, overrides)
+def test_settings_are_words_where_they_stand(arguments: list[str], written: list[str]) -> None:
+    assert settings_in_place(arguments) == written
 
 
 @given(st.sampled_from(sorted(keys())), st.text(max_size=8))
 def test_both_forms_of_an_override_mean_the_same(key: str, value: str) -> None:
-    assert split_overrides([f"--{key}", value]) == split_overrides([f"--{key}={value}"])
+    assert settings_in_place([f"--{key}", value]) == settings_in_place([f"--{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.seed=1", "--resume", "run.seed=2"],
+        ["run.seed=1", "--run.seed", "2", "--resume"],
+        ["--resume", "--run.seed", "1", "run.seed=2"],
+        ["--run.seed=1", "--resume", "base.toml", "run.seed=2"],
+    ],
+)
+def test_the_later_setting_counts_in_whichever_form(words: list[str]) -> None:
+    arguments = _parse("train", COMMANDS["train"], words)
+    assert (arguments.overrides, arguments.resume) == (["run.seed=1", "run.seed=2"], "")
+    assert arguments.files == [Path(word) for word in words if word == "base.toml"]
 
 
 def test_an_override_without_a_value_is_refused() -> None:
     with pytest.raises(UserError, match=r"--actor\.optim\.lr has no value"):
-        split_overrides(["a.toml", "--actor.optim.lr"])
+        settings_in_place(["a.toml", "--actor.optim.lr"])
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
@@ -211,6 +223,15 @@ def test_commands_hand_over_what_they_parsed(
     assert main(arguments) == 0
     config = load_config([Path("base.toml")], ["rollout.n=3"])
     assert calls == [tuple(config if item == "config" else item for item in expected)]
+
+
+def test_help_of_a_group_tells_of_its_commands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "usage: streamrl rank COMMAND" in told
+    assert [line.split("  ")[1] for line in told.splitlines() if line.startswith("  ")] == [
+        name for name in COMMANDS if name.startswith("rank ")
+    ]
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
