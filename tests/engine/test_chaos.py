@@ -53,7 +53,7 @@ SETTINGS = ControlSettings(
     max_restarts=5,
     progress_interval_s=0.001,
 )
-"""Progress comes with every token: what a lost instance was writing is known to a token, whatever the machine's pace."""
+"""Progress with every token: what a lost instance was writing is known to a token, whatever the machine's pace."""
 NOTICED_S = LEASE_S + 2.0
 """The lease, a tick of half a second, the engine's last heartbeat and ping before it, and a busy machine."""
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=100, stop_token_ids=(STOP_ID,))
