@@ -7,7 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,9 @@ from streamrl_jax.plan.profile import Cell, Grid, Limits
 from streamrl_jax.ranker.collect import writing
 from streamrl_jax.ranker.cost import MEDIAN, Conditions, PrefillPoint, Profile, StepPoint, write_cost
 from streamrl_jax.ranker.cost_fit import fit, held_out_error
+from streamrl_jax.ranker.hardware import ModelShape
 from streamrl_jax.setup.serving import UNSCORED, Served, serving
+from streamrl_jax.setup.step_cost import value_bytes
 from streamrl_jax.types import Prompt, Sample, Sampling
 
 log = logging.getLogger(__name__)
@@ -89,12 +91,13 @@ def run(cfg: Config, out: Path, wanted: Wanted) -> Profile:
     longest = cfg.gen.max_model_len or cfg.longest_sample
     planned(Limits(cfg.gen.max_num_seqs, longest, 0), wanted, cfg.run.seed)
     with serving(cfg, "profile", UNSCORED) as served:
+        shape = ModelShape.from_config_json(served.inputs.model_dir / "config.json", value_bytes(cfg))
         views = chosen(served.controller.pool(), wanted.instance)
         limits = Limits(views[0].slots, longest, views[0].kv_tokens)
         grid, held_out = planned(limits, wanted, cfg.run.seed)
         profiler = Profiler(cfg, served, limits, [view.name for view in views])
         measured = profiler.measure(grid, wanted)
-        profile = fitted(measured, conditions(cfg, views, wanted), held_out)
+        profile = fitted(measured, conditions(cfg, views, wanted, shape), held_out)
         print(plan.table(profile, measured.cells, held_out))
         with writing(out, "the table above has what was measured; free some space, or give another --out"):
             write_cost(out, profile)
@@ -146,7 +149,7 @@ def chosen(views: Sequence[InstanceView], name: str) -> tuple[InstanceView, ...]
     return tuple(views)
 
 
-def conditions(cfg: Config, views: Sequence[InstanceView], wanted: Wanted) -> Conditions:
+def conditions(cfg: Config, views: Sequence[InstanceView], wanted: Wanted, shape: ModelShape) -> Conditions:
     """What the profile holds for."""
     names = ", ".join(view.name for view in views)
     return Conditions(
@@ -158,6 +161,7 @@ def conditions(cfg: Config, views: Sequence[InstanceView], wanted: Wanted) -> Co
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         note=f"{names} alone" if wanted.instance else f"{names} at the same time",
         quantile=wanted.quantile,
+        shape=asdict(shape),
     )
 
 

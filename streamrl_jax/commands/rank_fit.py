@@ -19,6 +19,7 @@ from streamrl_jax.plan.dispatched import run_job
 from streamrl_jax.ranker.collect import writing
 from streamrl_jax.ranker.cost import FLAT, TokenLatency, read_cost
 from streamrl_jax.ranker.fit import FitOptions, fit_ranker
+from streamrl_jax.ranker.held_back import digests
 from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths
 from streamrl_jax.ranker.measure import SHARES, Line, Samplings, View, history_of, measure, pair_up
 from streamrl_jax.ranker.metrics import Interval
@@ -109,6 +110,14 @@ def evaluate(directory: Path, lengths: Path, against: Against) -> None:
     predictors["random"] = chance.permutation(len(samplings.rows)).astype(np.float64)
     console = Console(width=max(Console().width, _WIDTH))
     console.print(_described(samplings), highlight=False, soft_wrap=True)
+    if met := int(np.isin(digests(samplings.rows), ranker.met).sum()):
+        console.print(
+            f"note: {met} of these prompts are among those that the ranker was fitted to or chosen by; what follows "
+            "flatters it",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     for view, title in _VIEWS.items():
         console.print(_recall_table(measure(samplings, predictors, view, seed=against.seed), title))
     console.print(

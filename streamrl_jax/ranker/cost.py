@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -204,6 +204,7 @@ class Conditions:
     date: str  # ISO, UTC
     note: str = ""  # what else ran on the machine
     quantile: float = MEDIAN  # of the repeats of a point, which the model was fitted to
+    shape: Mapping[str, int] = field(default_factory=dict)  # `hardware.ModelShape`; empty: not recorded
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,13 @@ class Part:
             raise UserError(f"{self.where}: field {name!r} holds a number beyond all bounds") from error
 
 
+def _shape(said: Part) -> dict[str, int]:
+    if "shape" not in said.data:
+        return {}  # profiles were written without, once
+    shape = said.part("shape")
+    return {name: shape.whole(name) for name in shape.data}
+
+
 def _ramp(part: Part) -> Ramp:
     try:
         return Ramp(part.number("start"), part.numbers("knots"), part.numbers("slopes"))
@@ -335,7 +343,12 @@ def read_cost(path: Path) -> Profile:
     }
     return Profile(
         TokenLatency.from_json(file.part("cost").data, f"{path}: cost"),
-        Conditions(**texts, tensor_parallel=said.whole("tensor_parallel"), quantile=said.number("quantile")),
+        Conditions(
+            **texts,
+            tensor_parallel=said.whole("tensor_parallel"),
+            quantile=said.number("quantile"),
+            shape=_shape(said),
+        ),
         tuple(
             StepPoint(row.whole("batch"), row.number("kv_tokens"), row.number("seconds"))
             for row in file.parts("points")

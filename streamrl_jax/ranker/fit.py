@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.calibrate import calibrate
-from streamrl_jax.ranker.held_back import split
+from streamrl_jax.ranker.held_back import digests, split
 from streamrl_jax.ranker.lengths import ObservedLengths, merged
 from streamrl_jax.ranker.loss import LOSSES, LossName
 from streamrl_jax.ranker.metrics import concordance
@@ -37,6 +37,7 @@ from streamrl_jax.ranker.model import (
     last_scores,
     pack,
     ranker_model,
+    read_met,
     score_prompts,
     scratch_arch,
 )
@@ -198,7 +199,10 @@ def fit_ranker(
         "start": start.name if isinstance(start, Path) else "scratch" if start is None else "a ranker",
     }
     source = start.source if isinstance(start, LengthRanker) else start
-    return LengthRanker(model, found.params, calibration, conditions, source)
+    met = digests(prompts)
+    if start is not None:
+        met = np.union1d(start.met if isinstance(start, LengthRanker) else read_met(start), met)
+    return LengthRanker(model, found.params, calibration, conditions, source, met)
 
 
 class _Draws:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from streamrl_jax.errors import UserError
 from streamrl_jax.flops import PEAK_BF16_FLOPS, matmul_parameters
-from streamrl_jax.ranker.cost import FLAT, Ramp, TokenLatency, read_cost
+from streamrl_jax.ranker.cost import FLAT, Conditions, Ramp, TokenLatency, read_cost
 from streamrl_jax.train.hf_fields import Fields
 
 BANDWIDTH_SHARE: Final = 0.85
@@ -264,12 +264,13 @@ def named_cost(cost: str, config_json: Path, value_bytes: int = 2, tensor_parall
 
     Args:
         cost: A GPU of `GPUS`, the path of a profile, or nothing: `FLAT`.
-        config_json: Of the checkpoint that is served; read for a GPU alone.
+        config_json: Of the checkpoint that is served.
         value_bytes: Of the dtype that it is served in.
         tensor_parallel: GPUs of one instance.
 
     Raises:
-        UserError: It is neither a known GPU nor a profile, or the data sheet does not tell of the dtype.
+        UserError: It is neither a known GPU nor a profile, the data sheet does not tell of the dtype, or the profile
+            is one of another model, dtype or number of GPUs.
     """
     if not cost:
         return FLAT
@@ -286,4 +287,29 @@ def named_cost(cost: str, config_json: Path, value_bytes: int = 2, tensor_parall
             f"dispatch.cost = {cost!r} is neither a file nor a GPU that is known ({', '.join(GPUS)}): `streamrl plan "
             f"profile` writes such a file"
         )
-    return read_cost(path).cost
+    profile = read_cost(path)
+    _check_same(cost, profile.conditions, config_json, value_bytes, tensor_parallel)
+    return profile.cost
+
+
+def _check_same(
+    cost: str, measured: Conditions, config_json: Path, value_bytes: int, tensor_parallel: int
+) -> None:
+    """Refuses a profile of something else than what is served: its steps would be too quick or too slow by a factor."""
+    faults: list[str] = []
+    if measured.tensor_parallel != tensor_parallel:
+        faults.append(
+            f"gen.tensor_parallel_size is {tensor_parallel}, and it was measured with {measured.tensor_parallel}"
+        )
+    if measured.shape:
+        served = asdict(ModelShape.from_config_json(config_json, value_bytes))
+        faults += [
+            f"{config_json.parent} has {name} = {value}, and what was measured {measured.shape.get(name)}"
+            for name, value in served.items()
+            if measured.shape.get(name) != value
+        ]
+    if faults:
+        raise UserError(
+            f"dispatch.cost = {cost!r} is a profile of {measured.model} in {measured.dtype}: {'; '.join(faults)}. "
+            "Measure what is served: streamrl plan profile"
+        )

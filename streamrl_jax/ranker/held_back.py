@@ -1,12 +1,13 @@
-"""Which prompts a fit holds back: the same ones in every fit of a run, whatever else is there."""
+"""Which prompts a fit holds back, the same ones in every fit of a run whatever else is there, and which it has met."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
+from jaxtyping import UInt64
 
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.lengths import ObservedLengths
@@ -55,6 +56,11 @@ def split(
     return ordered[count:], ordered[:count]
 
 
-def _hash(row: ObservedLengths, seed: int) -> int:
+def digests(prompts: Iterable[ObservedLengths]) -> UInt64[np.ndarray, " prompts"]:
+    """What a ranker keeps of the prompts that it has met, to know them again: 8 bytes each, in no order, each once."""
+    return np.unique(np.fromiter((_hash(row, "met") for row in prompts), np.uint64))
+
+
+def _hash(row: ObservedLengths, seed: int | str) -> int:
     tokens = np.asarray(row.token_ids, np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(f"{seed}/".encode() + tokens, digest_size=8).digest(), "little")

@@ -1,8 +1,8 @@
 """The length ranker: the trainer's own decoder under a scalar head, read at the prompt's last token.
 
 On disk it is a Hugging Face checkpoint `...ForSequenceClassification` with one label, which transformers loads, and
-beside it `ranker.json`: how scores become tokens, and what it was fitted on. The vocabulary is that of the model whose
-answers it ranks, since it reads the same token ids.
+beside it `ranker.json`, how scores become tokens and how it was fitted, and `met.npy`, digests of the prompts that it
+has met. The vocabulary is that of the model whose answers it ranks, since it reads the same token ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt64
 
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
@@ -36,7 +36,10 @@ from streamrl_jax.types import TokenIds
 
 Size = Literal["tiny", "small"]
 
+Digests = UInt64[np.ndarray, " prompts"]
+
 RANKER_FILE: Final = "ranker.json"
+_MET_FILE: Final = "met.npy"
 FORMAT: Final = 1
 
 _HEAD: Final = "ForSequenceClassification"
@@ -90,6 +93,7 @@ class LengthRanker:
         calibration: From scores to tokens.
         conditions: What it was fitted on, for reading; JSON.
         source: A checkpoint whose tokenizer is saved along; None: none.
+        met: `held_back.digests` of all prompts that it was fitted to or chosen by, in this fit and those before it.
     """
 
     model: Model
@@ -97,6 +101,7 @@ class LengthRanker:
     calibration: Calibration
     conditions: Mapping[str, Any]
     source: Path | None = None
+    met: Digests = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def scores(
         self, token_ids: Sequence[TokenIds], names: Sequence[str] = ()
@@ -148,6 +153,7 @@ class LengthRanker:
         try:
             save_params(self.params, self.model.arch, draft, source=self.source)
             (draft / RANKER_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            np.save(draft / _MET_FILE, self.met, allow_pickle=False)
             os.replace(draft, directory)
         except OSError as error:
             raise UserError(f"{directory}: the ranker cannot be written: {error}") from error
@@ -171,7 +177,7 @@ class LengthRanker:
         params = load_params(directory, model)
         if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
             raise UserError(f"{directory}: the ranker's weights hold NaN or infinity; fit the ranker again")
-        return cls(model, params, calibration, record["conditions"], directory)
+        return cls(model, params, calibration, record["conditions"], directory, read_met(directory))
 
 
 def ranker_model(arch: Arch, device: jax.Device | None = None) -> Model:  # pyright: ignore[reportInvalidTypeForm]
@@ -339,6 +345,27 @@ def _with_ranker_head(arch: Arch) -> Arch:
     return arch_from_hf(
         kept | labels | {"architectures": [family + _HEAD]}, "the ranker's config.json", critic=True
     )
+
+
+def read_met(directory: Path) -> Digests:
+    """What the ranker of a directory has met; nothing, if it is a checkpoint of another kind.
+
+    Args:
+        directory: From `LengthRanker.save`, or any checkpoint.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    path = directory / _MET_FILE
+    if not path.exists():
+        return np.zeros(0, np.uint64)  # rankers were written without, once
+    try:
+        met = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fit the ranker again") from error
+    if not isinstance(met, np.ndarray) or met.dtype != np.uint64 or met.ndim != 1:
+        raise UserError(f"{path}: holds no list of 64-bit numbers; fit the ranker again")
+    return met
 
 
 def _read_record(directory: Path) -> dict[str, Any]:

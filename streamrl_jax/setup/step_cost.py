@@ -17,8 +17,11 @@ def step_cost(cfg: Config, config_json: Path) -> TokenLatency:
         config_json: Of the policy's checkpoint, for its shape.
 
     Raises:
-        UserError: It is neither a profile nor a GPU that is known.
+        UserError: It is neither a profile of what is served nor a GPU that is known.
     """
-    value_bytes = 2 if cfg.gen.dtype == "bfloat16" else 4
-    parallel = cfg.gen.tensor_parallel_size
-    return named_cost(cfg.dispatch.cost, config_json, value_bytes, parallel)
+    return named_cost(cfg.dispatch.cost, config_json, value_bytes(cfg), cfg.gen.tensor_parallel_size)
+
+
+def value_bytes(cfg: Config) -> int:
+    """Of a weight, a key and an activation of an instance."""
+    return 2 if cfg.gen.dtype == "bfloat16" else 4

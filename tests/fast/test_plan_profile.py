@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +43,7 @@ from streamrl_jax.plan.profile import (
 )
 from streamrl_jax.progress import Display
 from streamrl_jax.ranker.cost import Ramp, StepPoint, TokenLatency, read_cost
+from streamrl_jax.ranker.hardware import named_cost
 from streamrl_jax.setup.serving import Served
 from streamrl_jax.types import (
     Assignment,
@@ -54,6 +57,7 @@ from streamrl_jax.types import (
 from tests.fakes import FakeEngine
 
 from .control_world import World, running
+from .tiny import hf_config
 
 LIMITS = Limits(slots=8, max_model_len=512, kv_tokens=4000)
 KNOWN = TokenLatency(Ramp(0.004, (1.0, 4.0), (1e-4, 5e-4)), 2e-7, Ramp(0.002, (1.0,), (3e-5,)))
@@ -221,16 +225,19 @@ class KnownEngine(FakeEngine):
 
 
 @contextmanager
-def profiled(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b")) -> Iterator[None]:
-    """`streamrl plan profile` finds fake instances where it would start real ones."""
+def profiled(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b")) -> Iterator[Path]:
+    """`streamrl plan profile` finds fake instances where it would start real ones; gives the model's config.json."""
     world = World(names, engine=lambda name, life: KnownEngine(slots=8, max_model_len=512, tokens_per_s=2000))
     with (
+        TemporaryDirectory() as model,
         running(world) as run,
         StopSignal().listening() as stop,
         Display("profile", console=Console(quiet=True)) as shown,
     ):
         run.controller.wait_ready(10)
-        inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=90))
+        config_json = Path(model) / "config.json"
+        config_json.write_text(json.dumps(hf_config()))
+        inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=90), model_dir=Path(model))
         served = Served(run.controller, inputs, stop, shown, ())
 
         @contextmanager
@@ -238,7 +245,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b"
             yield served
 
         monkeypatch.setattr(plan_profile, "serving", serving)
-        yield
+        yield config_json
 
 
 def config(slots: int = 8) -> Config:
@@ -255,8 +262,11 @@ def test_a_profile_finds_what_steps_cost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = Wanted(batches=(1, 2, 4, 6, 8), contexts=(40, 100, 200), steps=16, repeats=1)
-    with profiled(monkeypatch):
+    with profiled(monkeypatch) as config_json:
         profile = plan_profile.run(config(), tmp_path / "cost.json", wanted)
+        assert named_cost(str(tmp_path / "cost.json"), config_json, 4) == profile.cost
+        with pytest.raises(UserError, match="has value_bytes = 2, and what was measured 4"):
+            named_cost(str(tmp_path / "cost.json"), config_json, 2)
     assert read_cost(tmp_path / "cost.json") == profile
     batches, contexts = np.meshgrid([1, 3, 8], [30, 300])
     np.testing.assert_allclose(profile.cost.ptl(batches, contexts), KNOWN.ptl(batches, contexts), rtol=0.01)

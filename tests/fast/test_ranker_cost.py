@@ -193,7 +193,14 @@ def test_a_ramp_that_could_fall_is_refused(ramp: tuple[Any, ...], said: str) -> 
 PROFILE = Profile(
     KNOWN,
     Conditions(
-        "toy", "float32", "cpu:0", 1, "vllm 0.32.0", "2026-11-30T03:00:00+00:00", "another core was busy"
+        "toy",
+        "float32",
+        "cpu:0",
+        1,
+        "vllm 0.32.0",
+        "2026-11-30T03:00:00+00:00",
+        "another core was busy",
+        shape={"layers": 2, "embed": 64},
     ),
     tuple(points(KNOWN)),
     (PrefillPoint(10, 0.5),),
@@ -230,6 +237,11 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         ),
         (lambda data: data["cost"].update(kv_token_s=True), "field 'kv_token_s' is true: a number is needed"),
         (lambda data: data["conditions"].update(model=3), "conditions: field 'model' is 3: a text is needed"),
+        (
+            lambda data: data["conditions"]["shape"].update(layers="2"),
+            "conditions: shape: field 'layers' is \"2\": a whole number is needed",
+        ),
+        (lambda data: data["conditions"].update(shape=3), "field 'shape' is 3: an object is needed"),
         (lambda data: data["points"].append(7), r"points\[21\]: 7 stands where an object is needed"),
         (
             lambda data: data["points"][2].update(batch=1.5),

@@ -13,7 +13,7 @@ import pytest
 
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.fit import FitOptions, fit_ranker, refresh_rate
-from streamrl_jax.ranker.held_back import split
+from streamrl_jax.ranker.held_back import digests, split
 from streamrl_jax.ranker.lengths import ObservedLengths
 from streamrl_jax.ranker.loss import LOSSES, LossName
 from streamrl_jax.ranker.measure import measure, pair_up
@@ -94,6 +94,18 @@ def test_it_goes_on_from_a_policy_from_a_directory_and_from_a_ranker(tmp_path: P
     asked = [row.token_ids for row in observe(20, 9)]
     np.testing.assert_array_equal(one.scores(asked), other.scores(asked))
     assert not np.array_equal(one.scores(asked), from_policy.scores(asked))
+
+
+def test_it_knows_all_prompts_again_that_it_has_met(tmp_path: Path) -> None:
+    first, later, never = observe(80, 4), observe(80, 5), observe(20, 9)
+    once = fit_ranker(first, replace(QUICK, steps=5))
+    np.testing.assert_array_equal(once.met, digests([*first[::-1], first[0]]))
+    once.save(tmp_path / "ranker")
+    for start in (once, tmp_path / "ranker"):
+        np.testing.assert_array_equal(
+            fit_ranker(later, replace(QUICK, steps=5), start).met, digests([*first, *later])
+        )
+    assert not np.isin(digests(never), once.met).any()
 
 
 def test_the_best_order_is_kept_and_no_patience_ends_the_fit() -> None:

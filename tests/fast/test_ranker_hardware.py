@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,24 @@ def test_a_bad_configuration_is_refused_by_name(text: str | None, said: str, tmp
         ModelShape.from_config_json(path)
 
 
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    shape = ModelShape.from_config_json(path, 4)
+    said = Conditions("toy", "float32", "cpu:0", 1, "vllm", "2026-11-30", shape=asdict(shape))
+    cost = tmp_path / "cost.json"
+    write_cost(cost, Profile(roofline(QWEN_7B, GPUS["A100"]), said, (), (), HeldOut(0, 0.0, 0.0)))
+    assert named_cost(str(cost), path, 4) == roofline(QWEN_7B, GPUS["A100"])
+    with pytest.raises(
+        UserError, match=r"is a profile of toy in float32: .* has value_bytes = 2, and .* 4\."
+    ):
+        named_cost(str(cost), path, 2)
+    config(tmp_path, num_hidden_layers=shape.layers + 1)
+    with pytest.raises(
+        UserError, match=rf"has layers = {shape.layers + 1}, and what was measured {shape.layers}"
+    ):
+        named_cost(str(cost), path, 4)
+
+
 def test_a_cost_is_found_by_name(tmp_path: Path) -> None:
     path = config(tmp_path)
     assert named_cost("", path) is FLAT
@@ -151,6 +170,10 @@ def test_a_cost_is_found_by_name(tmp_path: Path) -> None:
     measured = roofline(QWEN_7B, GPUS["A100"])
     write_cost(tmp_path / "cost.json", Profile(measured, said, (), (), HeldOut(0, 0.0, 0.0)))
     assert named_cost(str(tmp_path / "cost.json"), path) == measured
+    with pytest.raises(
+        UserError, match=r"gen\.tensor_parallel_size is 2, and it was measured with 1\. Measure"
+    ):
+        named_cost(str(tmp_path / "cost.json"), path, 4, 2)
     with pytest.raises(
         UserError, match=r"dispatch\.cost = 'H9000' is neither a file nor a GPU .*H800, H20, H100"
     ):

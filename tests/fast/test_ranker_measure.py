@@ -118,6 +118,14 @@ def test_fit_and_eval_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     for word in ("single answers", "means of a", "ranker", "history", "prompt tokens", "random", "ceiling"):
         assert word in said
     assert "ms a prompt" in said and "simulated makespan of the first sampling, decode steps" in said
+    assert "note:" not in said
+
+    mixed = tmp_path / "mixed.jsonl"
+    write_lengths(mixed, [*observe(360, 5)[200:230], *FIRST[:30]])
+    assert main(["rank", "eval", str(out), str(mixed)]) == 0
+    assert (
+        "note: 30 of these prompts are among those that the ranker was fitted to" in capsys.readouterr().out
+    )
 
     assert main(words) == 2
     assert "exists already; give a new directory for the ranker" in capsys.readouterr().err

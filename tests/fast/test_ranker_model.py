@@ -147,6 +147,8 @@ def broken(directory: Path, **changes: object) -> None:
         (lambda d: (d / RANKER_FILE).write_text("[" * 100_000), r"ranker\.json: cannot be read"),
         (lambda d: (d / "model.safetensors").unlink(), r"neither model\.safetensors nor"),
         (lambda d: (d / "config.json").unlink(), r"no config\.json"),
+        (lambda d: (d / "met.npy").write_bytes(b"\x93NUMPY"), r"met\.npy: cannot be read"),
+        (lambda d: np.save(d / "met.npy", np.zeros(3)), r"met\.npy: holds no list of 64-bit numbers"),
         (lambda d: (d / "config.json").write_text(json.dumps(hf_config(hidden_size=64))), "do not fit"),
     ],
 )
