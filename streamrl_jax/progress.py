@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl_jax.control.events import ControlEvent, EventKind, InstanceView
-from streamrl_jax.metrics import MetricRecord
+from streamrl_jax.metrics import MetricRecord, Missing
 
 _SHOWN_STEPS: Final = 12
 _TICK_S: Final = 0.5
@@ -82,6 +82,16 @@ def step_line(record: MetricRecord) -> StepLine:
         generator_idle=record.number("rollouter/idle_ratio"),
         seconds=record.number("perf/time_per_step"),
     )
+
+
+def prediction(record: MetricRecord) -> str:
+    """Whether the answers of a step came in the order of predicted lengths; empty: nothing predicts in this run."""
+    if (unpredicted := record.number("ranker/unpredicted")) is None:
+        return ""
+    if not unpredicted:
+        return "the lengths of answers are predicted; ranker/recall_20 and ranker/kendall_tau tell how well"
+    why = record.metrics.get("ranker/kendall_tau")
+    return f"the lengths of answers are not predicted: {why.reason if isinstance(why, Missing) else 'no reason told'}"
 
 
 @dataclass(frozen=True)
@@ -302,10 +312,15 @@ class ConsoleSink:
 
     def __init__(self, display: Display) -> None:
         self._display = display
+        self._predicted = ""  # what was last said of predictions
 
     def write(self, record: MetricRecord) -> None:
-        """Shows the step's row."""
+        """Shows the step's row, and tells when the lengths of answers begin to be predicted, and when they no longer
+        are."""
         self._display.step(step_line(record))
+        if (said := prediction(record)) and said != self._predicted:
+            self._display.note(said)
+            self._predicted = said
 
     def close(self) -> None:
         """The display is closed by whoever opened it."""

@@ -163,9 +163,12 @@ class ControllerCore:
             digest: of all that the job holds; equal for all readers.
 
         Raises:
-            ControlError: the other job is unknown (or done), or another reader submitted something else.
+            ControlError: the other job is unknown (or done), another reader submitted something else, or the one
+                instance that may answer has left.
         """
         self.check()
+        if job.pinned and not self.pool.holds(job.pinned):
+            raise ControlError(f"job {job.job_id} is for {job.pinned} alone, which is not in the pool")
         if not self._once.first(f"job {job.job_id}", reader, digest):
             return
         outbox = self._way(into) if into else self._open_way(job.job_id)

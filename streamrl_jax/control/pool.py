@@ -130,6 +130,10 @@ class Pool:
         self._work.queue.abandon(instance.name)
         self.pump()
 
+    def holds(self, name: str) -> bool:
+        """Whether an instance of this name is in the pool, in whatever state."""
+        return name in self._instances
+
     def _staying(self) -> list[Instance]:
         return [instance for instance in self._instances.values() if not instance.tenure.leaving]
 

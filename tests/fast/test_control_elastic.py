@@ -55,6 +55,18 @@ def take_all(
     return samples
 
 
+def test_a_job_for_an_instance_that_has_left_is_refused() -> None:
+    with running(World(("a", "b"), slow)) as run:
+        run.controller.submit(replace(job(0, 2), job_id="first", pinned="b"))
+        assert {sample.generation.instance for sample in take_all(run, "first")} == {"b"}
+        drain(run, "b", at_once=True)
+        run.wait_for(lambda: [view.name for view in run.controller.pool()] == ["a"])
+        with pytest.raises(ControlError, match="job second is for b alone, which is not in the pool"):
+            run.controller.submit(replace(job(0, 2), job_id="second", pinned="b"))
+        run.controller.submit(replace(job(0, 2), job_id="third", pinned="a"))
+        assert {sample.generation.instance for sample in take_all(run, "third")} == {"a"}
+
+
 def test_one_that_joins_gets_the_version_and_then_waiting_work_within_the_iteration() -> None:
     world = World(("a",), slow)
     with running(world) as run:

@@ -124,6 +124,34 @@ def test_the_row_of_a_step_comes_from_its_metrics() -> None:
     assert log.lines()[-1].split()[-9:] == ["3", "0.500", "0.900", "4.0", "100", "1.00", "25%", "-", "2.0"]
 
 
+def test_it_tells_when_lengths_begin_to_be_predicted_and_when_no_longer() -> None:
+    log = PlainLog()
+    sink = ConsoleSink(log.display)
+    silent = {"ranker/unpredicted": 32.0, "ranker/kendall_tau": Missing("nothing is known yet")}
+    even = {
+        "ranker/unpredicted": 32.0,
+        "ranker/kendall_tau": Missing("the answers are of about the same length"),
+    }
+    told = {"ranker/unpredicted": 0.0, "ranker/kendall_tau": 0.5}
+    said: list[str] = []
+    for step, metrics in enumerate([silent, silent, {"val/accuracy": 0.5}, told, told, even]):
+        before = len(log.lines())
+        sink.write(record(step, 0.0, metrics))
+        said.append(
+            "; ".join(line.partition("the lengths of")[2] for line in log.lines()[before:]).strip("; ")
+        )
+    assert said == [
+        "answers are not predicted: nothing is known yet",
+        "",
+        "",
+        "answers are predicted; ranker/recall_20 and ranker/kendall_tau tell how well",
+        "",
+        "answers are not predicted: the answers are of about the same length",
+    ]
+    sink.write(record(9, 0.0, {"critic/score/mean": 0.5}))
+    assert "the lengths" not in log.lines()[-1], "nothing predicts in this run"
+
+
 def test_an_instance_that_starts_is_told_once() -> None:
     log = PlainLog()
     fresh = replace(
