@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Final
 
 from streamrl_jax.config import Config
 from streamrl_jax.control.protocol import RunController
-from streamrl_jax.interrupt import StopSignal
+from streamrl_jax.interrupt import StopRequested, StopSignal
 from streamrl_jax.progress import Display
 from streamrl_jax.rundir import RunDir
 from streamrl_jax.setup.devices import look_around, split_devices, trainer_environment
@@ -55,7 +57,7 @@ UNSCORED: Final = Functions(reward=unscored)
 def serving(cfg: Config, title: str, functions: Functions = NO_FUNCTIONS) -> Iterator[Served]:
     """Starts the instances that ``gen`` describes, brings them the checkpoint's weights, and waits for them.
 
-    Nothing is left behind: logs and weights lie in a temporary directory.
+    Nothing is left behind: logs and weights lie in a temporary directory. Of one that failed the logs are kept.
 
     Args:
         cfg: ``model``, ``data``, ``gen``, ``control``, ``bridge``, ``security`` and ``reward`` are read.
@@ -74,8 +76,7 @@ def serving(cfg: Config, title: str, functions: Functions = NO_FUNCTIONS) -> Ite
     inputs = read_inputs(cfg, functions)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal().listening())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"streamrl-{title}-")))
-        (folder / "logs").mkdir()
+        folder = stack.enter_context(scratch(title))
         home = RunDir(folder, Fence(f"{title}-{uuid.uuid4().hex[:8]}", 0))
         display = stack.enter_context(Display(title))
         generation = stack.enter_context(open_generation(cfg, home, inputs, split, display))
@@ -85,6 +86,34 @@ def serving(cfg: Config, title: str, functions: Functions = NO_FUNCTIONS) -> Ite
             generation.controller.wait_ready(cfg.gen.start_timeout_s)
         stop_ids = (*inputs.tokenizer.eos_ids, *cfg.rollout.stop_token_ids)
         yield Served(generation.controller, inputs, stop, display, stop_ids)
+
+
+@contextlib.contextmanager
+def scratch(title: str) -> Iterator[Path]:
+    """A temporary directory with a folder ``logs``, which alone is kept where what is done in it fails.
+
+    Args:
+        title: In its name.
+
+    Yields:
+        The directory.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"streamrl-{title}-"))
+    logs = folder / "logs"
+    logs.mkdir()
+    failed = False
+    try:
+        yield folder
+    except Exception as error:
+        failed = not isinstance(error, StopRequested) and any(logs.iterdir())
+        raise
+    finally:
+        if failed:
+            for path in set(folder.iterdir()) - {logs}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            print(f"streamrl: note: the logs of what failed are kept: {logs}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
