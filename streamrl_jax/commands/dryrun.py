@@ -47,6 +47,7 @@ from streamrl_jax.tasks import TASK_PREFIX, load_task
 from streamrl_jax.train.arch import Arch
 from streamrl_jax.train.hf_directory import map_tensors_of, read_arch
 from streamrl_jax.train.shapes import fill_axes
+from streamrl_jax.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,7 @@ def _check_model(name: str, text: str, config: Config) -> Arch:
 
 def _check_data(config: Config) -> list[str]:
     faults: list[str] = []
+    prompts: list[Prompt] = []
     if not config.data.train:
         faults.append("data.train is empty; give a .jsonl or .parquet file, or task:NAME")
     for which, source in (("train", config.data.train), ("test", config.data.test)):
@@ -270,20 +272,22 @@ def _check_data(config: Config) -> list[str]:
                 f"data.{which} = {source!r}: there is no such file; give a .jsonl or .parquet file, or task:NAME"
             )
     if not faults and (Path(config.model.path) / "tokenizer.json").is_file():
-        _collect(faults, lambda: _read_prompts(config))
+        _collect(faults, lambda: prompts.extend(_read_prompts(config)))
+    _collect(faults, lambda: check_given(config.ranker, prompts))
     return faults
 
 
-def _read_prompts(config: Config) -> None:
+def _read_prompts(config: Config) -> list[Prompt]:
+    """Reads all prompts; gives those of training."""
     tokenizer = Tokenizer.load(config.model.path)
-    load_prompts(config.data, tokenizer, "train", seed=config.run.seed)
+    prompts = load_prompts(config.data, tokenizer, "train", seed=config.run.seed)
     if config.data.test:
         load_prompts(config.data, tokenizer, "test", seed=config.run.seed)
+    return list(prompts.all())
 
 
 def _check_dispatch(config: Config) -> list[str]:
     faults: list[str] = []
-    _collect(faults, lambda: check_given(config.ranker))
     config_json = Path(config.model.path) / "config.json"
     if config.dispatch.cost not in GPUS or config_json.is_file():
         _collect(faults, lambda: step_cost(config, config_json))

@@ -207,3 +207,18 @@ def test_a_run_that_would_start_has_no_fault(project: Path) -> None:
     assert found.faults == ()
     assert "\n# note: actor.loss_mode = 'gspo' with actor.clip_ratio_low = 0.2" in found.text
     assert "\n# advantage   grpo: " in found.text
+
+
+def test_a_ranker_of_another_tokenizer_is_found(project: Path) -> None:
+    given = ["dispatch.policy=skewness", "ranker.path=ranker"]
+    (fault,) = dry_run(plan_start([Path("base.toml")], given), Machine((), (0, 1))).faults
+    assert "ranker.path" in fault and "has no ranker.json" in fault
+    (project / "ranker").mkdir()
+    (project / "ranker" / "ranker.json").write_text("{}")
+    shape = json.loads((project / "model" / "config.json").read_text())
+    config = shape | {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "length"}}
+    (project / "ranker" / "config.json").write_text(json.dumps(config))
+    assert dry_run(plan_start([Path("base.toml")], given), Machine((), (0, 1))).faults == ()
+    (project / "ranker" / "config.json").write_text(json.dumps(config | {"vocab_size": 3}))
+    (fault,) = dry_run(plan_start([Path("base.toml")], given), Machine((), (0, 1))).faults
+    assert "vocab_size = 3" in fault and "fit a ranker for the tokenizer of model.path" in fault
