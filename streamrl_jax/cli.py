@@ -11,7 +11,8 @@ import re
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -143,8 +144,11 @@ def _overview(group: str = "") -> str:
 def _parse(name: str, command: Command, rest: Sequence[str]) -> Namespace:
     """Parses a command's arguments; `files` and `overrides` hold the configuration's."""
     parser = ArgumentParser(prog=f"streamrl {name}", description=command.summary, allow_abbrev=False)
+    overrides: list[str] = []
+    order: list[str] = []
     if command.settings:
-        rest = settings_in_place(rest)
+        order = settings_in_order(rest)
+        rest, overrides = split_overrides(rest)
         parser.epilog = (
             "Any key of the configuration can be given as section.key=value or --section.key value."
         )
@@ -155,8 +159,20 @@ def _parse(name: str, command: Command, rest: Sequence[str]) -> Namespace:
     arguments, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         raise UserError(_unknown_option(name, unknown[0], bool(command.settings)))
-    arguments.files, arguments.overrides = _told_apart(getattr(arguments, "settings", []))
+    arguments.files, words = _told_apart(getattr(arguments, "settings", []))
+    arguments.overrides = _only(order, overrides + words)
     return arguments
+
+
+def _only(order: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The wanted words in this order; what looks like one and is not wanted was an option's value."""
+    left = Counter(wanted)
+    found: list[str] = []
+    for word in order:
+        if left[word]:
+            left[word] -= 1
+            found.append(word)
+    return found
 
 
 def _told_apart(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -169,40 +185,50 @@ def _is_setting(word: str) -> bool:
     return word.endswith(".toml") or _OVERRIDE_WORD.fullmatch(word) is not None
 
 
-def settings_in_place(arguments: Sequence[str]) -> list[str]:
-    """Writes `--section.key value` and `--section.key=value` of a command line as `section.key=value`.
-
-    They stay where they stand: of two settings of a key the later counts, in whichever form. An option whose value may
-    be left out does not take the setting after it for its value.
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes `--section.key value` and `--section.key=value` out of a command line.
 
     Args:
         arguments: The command's arguments.
 
     Returns:
-        The arguments with every override as a word.
+        The other arguments, and the overrides as `section.key=value`. Among the others, an option whose value may be
+        left out does not take a setting after it for its value.
 
     Raises:
         UserError: An option of that form has no value.
     """
-    written: list[str] = []
-    pending = list(arguments)
+    others: list[str] = []
+    overrides: list[str] = []
+    for word, is_option in _words(arguments):
+        (overrides if is_option else others).append(word)
+    return [
+        f"{word}=" if word in _VALUE_MAY_BE_LEFT_OUT and _is_setting(after) else word
+        for word, after in pairwise([*others, ""])
+    ], overrides
+
+
+def settings_in_order(arguments: Sequence[str]) -> list[str]:
+    """All that may be an override, in either form, as it stands in a command line: of two of a key the later counts."""
+    return [word for word, is_option in _words(arguments) if is_option or _OVERRIDE_WORD.fullmatch(word)]
+
+
+def _words(arguments: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """The words of a command line; an option that is an override is one of the form `section.key=value`, and marked."""
+    pending = deque(arguments)
     while pending:
-        argument = pending.pop(0)
+        argument = pending.popleft()
         match = _OVERRIDE_OPTION.fullmatch(argument)
         if match is None:
-            written.append(argument)
+            yield argument, False
         elif match["value"] is not None:
-            written.append(match["key"] + match["value"])
+            yield match["key"] + match["value"], True
         elif pending:
-            written.append(f"{match['key']}={pending.pop(0)}")
+            yield f"{match['key']}={pending.popleft()}", True
         else:
             raise UserError(
                 f"{argument} has no value; write {argument} VALUE, or {argument.removeprefix('--')}=VALUE."
             )
-    return [
-        f"{word}=" if word in _VALUE_MAY_BE_LEFT_OUT and _is_setting(after) else word
-        for word, after in pairwise([*written, ""])
-    ]
 
 
 def _unknown_option(name: str, option: str, takes_config: bool) -> str:

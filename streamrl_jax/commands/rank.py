@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from streamrl_jax.config import Config
 from streamrl_jax.control.jobs import MOST_SAMPLES
-from streamrl_jax.data import PromptSet, load_prompts
+from streamrl_jax.data import PromptSet
 from streamrl_jax.data.sources import Split
-from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.errors import UserError
 from streamrl_jax.progress import Display
 from streamrl_jax.ranker.collect import (
@@ -24,7 +24,7 @@ from streamrl_jax.ranker.collect import (
     writing,
 )
 from streamrl_jax.ranker.lengths import ObservedLengths, lengths_of_run, write_lengths
-from streamrl_jax.setup.model_source import model_directory
+from streamrl_jax.setup.inputs import Inputs
 from streamrl_jax.setup.serving import UNSCORED, Served, serving
 from streamrl_jax.types import Prompt, Sample, Sampling
 
@@ -66,16 +66,13 @@ def collect(cfg: Config, out: Path, wanted: Wanted) -> Spread:
     if wanted.split == "test" and not cfg.data.test:
         raise UserError("data.test is empty; give held-out prompts, or collect with --split train")
     check_place(out)
-    _check_count(cfg, wanted)
-    with serving(cfg, "lengths", UNSCORED) as served:
+    with serving(cfg, "lengths", UNSCORED, partial(_check_count, cfg, wanted)) as served:
         return _collect(cfg, out, wanted, served)
 
 
-def _check_count(cfg: Config, wanted: Wanted) -> None:
-    """Sees to it before any instance starts that there are as many prompts as are asked for."""
-    tokenizer = Tokenizer.load(model_directory(cfg.model.path, "model.path"))
-    prompts = load_prompts(cfg.data, tokenizer, wanted.split, seed=cfg.run.seed)
-    count = len(first_drawn(prompts, wanted.prompts)) if wanted.prompts else len(prompts)
+def _check_count(cfg: Config, wanted: Wanted, inputs: Inputs) -> None:
+    """Sees to it that there are as many prompts as are asked for, and not more than a job takes."""
+    count = len(first_drawn(_prompts(wanted, inputs), wanted.prompts))
     if count * (n := wanted.n or cfg.rollout.n) > MOST_SAMPLES:
         raise UserError(
             f"--n {n}: {count} prompts have {count * n} answers then, and a job has {MOST_SAMPLES} at most; give "
@@ -104,13 +101,16 @@ def _collect(cfg: Config, out: Path, wanted: Wanted, served: Served) -> Spread:
 def _work(cfg: Config, wanted: Wanted, served: Served, n: int) -> tuple[Sequence[Prompt], int, Sampling]:
     from streamrl_jax.train.rollouts import training_sampling
 
-    inputs = served.inputs
-    prompts = inputs.train_prompts if wanted.split == "train" else inputs.test_prompts
-    assert prompts is not None
     sampling = training_sampling(cfg, served.stop_token_ids)
     if wanted.seed is not None:
         sampling = replace(sampling, seed=wanted.seed)
-    return first_drawn(prompts, wanted.prompts), n, sampling
+    return first_drawn(_prompts(wanted, served.inputs), wanted.prompts), n, sampling
+
+
+def _prompts(wanted: Wanted, inputs: Inputs) -> PromptSet:
+    prompts = inputs.train_prompts if wanted.split == "train" else inputs.test_prompts
+    assert prompts is not None, "data.test is given"
+    return prompts
 
 
 def first_drawn(prompts: PromptSet, count: int) -> tuple[Prompt, ...]:

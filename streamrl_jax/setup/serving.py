@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -54,7 +54,12 @@ UNSCORED: Final = Functions(reward=unscored)
 
 
 @contextlib.contextmanager
-def serving(cfg: Config, title: str, functions: Functions = NO_FUNCTIONS) -> Iterator[Served]:
+def serving(
+    cfg: Config,
+    title: str,
+    functions: Functions = NO_FUNCTIONS,
+    check: Callable[[Inputs], None] = lambda inputs: None,
+) -> Iterator[Served]:
     """Starts the instances that ``gen`` describes, brings them the checkpoint's weights, and waits for them.
 
     Nothing is left behind: logs and weights lie in a temporary directory. Of one that failed the logs are kept.
@@ -63,6 +68,7 @@ def serving(cfg: Config, title: str, functions: Functions = NO_FUNCTIONS) -> Ite
         cfg: ``model``, ``data``, ``gen``, ``control``, ``bridge``, ``security`` and ``reward`` are read.
         title: What the display calls it; one word, which is in the name of the temporary directory too.
         functions: Those given from Python go before the configuration's.
+        check: Looks at what was read before any instance starts, and raises what it finds wrong.
 
     Yields:
         The instances, ready, at version 0.
@@ -74,6 +80,7 @@ def serving(cfg: Config, title: str, functions: Functions = NO_FUNCTIONS) -> Ite
     """
     split = split_devices(cfg, look_around(dict(os.environ)))
     inputs = read_inputs(cfg, functions)
+    check(inputs)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal().listening())
         folder = stack.enter_context(scratch(title))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl_jax import rundir
-from streamrl_jax.cli import COMMANDS, _parse, main, settings_in_place
+from streamrl_jax.cli import COMMANDS, _parse, main, split_overrides
 from streamrl_jax.commands.batch_arithmetic import batch_arithmetic
 from streamrl_jax.commands.dryrun import dry_run
 from streamrl_jax.commands.starts import Fork, Start, plan_start
@@ -83,25 +83,49 @@ def install(monkeypatch: pytest.MonkeyPatch, outcome: object = None) -> Recorder
 
 
 @pytest.mark.parametrize(
-    ("arguments", "written"),
+    ("arguments", "others", "overrides"),
     [
-        (["a.toml", "--actor.optim.lr", "1e-5", "--dry-run"], ["a.toml", "actor.optim.lr=1e-5", "--dry-run"]),
-        (["--trainer.mesh.fsdp", "-1"], ["trainer.mesh.fsdp=-1"]),
-        (["--run.name=a=b", "--out", "x.y"], ["run.name=a=b", "--out", "x.y"]),
-        (["--data.system_prompt", "--be brief"], ["data.system_prompt=--be brief"]),
-        (["--resume", "runs/a.b", "--run-dir=x.y"], ["--resume", "runs/a.b", "--run-dir=x.y"]),
-        (["--resume", "a.toml", "--run-dir", "x"], ["--resume=", "a.toml", "--run-dir", "x"]),
-        (["run.seed=1", "--resume", "--run.seed", "2"], ["run.seed=1", "--resume=", "run.seed=2"]),
-        (["a.toml", "--resume"], ["a.toml", "--resume"]),
+        (
+            ["a.toml", "--actor.optim.lr", "1e-5", "--dry-run"],
+            ["a.toml", "--dry-run"],
+            ["actor.optim.lr=1e-5"],
+        ),
+        (["--trainer.mesh.fsdp", "-1"], [], ["trainer.mesh.fsdp=-1"]),
+        (["--run.name=a=b", "--out", "x.y"], ["--out", "x.y"], ["run.name=a=b"]),
+        (["--data.system_prompt", "--be brief"], [], ["data.system_prompt=--be brief"]),
+        (["--resume", "runs/a.b", "--run-dir=x.y"], ["--resume", "runs/a.b", "--run-dir=x.y"], []),
+        (["--resume", "a.toml", "--run-dir", "x"], ["--resume=", "a.toml", "--run-dir", "x"], []),
+        (["--resume", "--run.seed", "2", "run.seed=3"], ["--resume=", "run.seed=3"], ["run.seed=2"]),
+        (["a.toml", "--resume"], ["a.toml", "--resume"], []),
     ],
 )
-def test_settings_are_words_where_they_stand(arguments: list[str], written: list[str]) -> None:
-    assert settings_in_place(arguments) == written
+def test_overrides_are_taken_out_of_the_arguments(
+    arguments: list[str], others: list[str], overrides: list[str]
+) -> None:
+    assert split_overrides(arguments) == (others, overrides)
 
 
 @given(st.sampled_from(sorted(keys())), st.text(max_size=8))
 def test_both_forms_of_an_override_mean_the_same(key: str, value: str) -> None:
-    assert settings_in_place([f"--{key}", value]) == settings_in_place([f"--{key}={value}"])
+    assert split_overrides([f"--{key}", value]) == split_overrides([f"--{key}={value}"])
+
+
+def test_an_options_values_end_where_an_override_begins() -> None:
+    words = [
+        "--lengths",
+        "run.seed=1",
+        "--prompts",
+        "10",
+        "20",
+        "--gen.instances",
+        "3",
+        "--n",
+        "2",
+        "run.seed=2",
+    ]
+    arguments = _parse("bench dispatch", COMMANDS["bench dispatch"], words)
+    assert arguments.prompts == [10, 20] and arguments.lengths == Path("run.seed=1")
+    assert arguments.overrides == ["gen.instances=3", "run.seed=2"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +145,7 @@ def test_the_later_setting_counts_in_whichever_form(words: list[str]) -> None:
 
 def test_an_override_without_a_value_is_refused() -> None:
     with pytest.raises(UserError, match=r"--actor\.optim\.lr has no value"):
-        settings_in_place(["a.toml", "--actor.optim.lr"])
+        split_overrides(["a.toml", "--actor.optim.lr"])
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])

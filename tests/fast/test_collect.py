@@ -24,6 +24,7 @@ from streamrl_jax.ranker import collect
 from streamrl_jax.ranker.collect import check_place, gathered, growing, partial_file, spread_of
 from streamrl_jax.ranker.lengths import ObservedLengths, read_lengths, write_lengths
 from streamrl_jax.samples_log import SampleLog
+from streamrl_jax.setup import serving
 from streamrl_jax.types import Fence, FinishReason, Generation, Prompt, Sample, VersionRun
 
 from .job_world import LENGTH, jax_settings_kept, job_config, write_config, write_world
@@ -196,7 +197,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 def test_bad_input_is_told_by_name(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank, "serving", None)  # all of it is told before an instance starts
+    monkeypatch.setattr(serving, "open_generation", None)  # all of it is told before an instance starts
     config = write_config(world)
     taken, new = tmp_path / "taken.jsonl", tmp_path / "new.jsonl"
     taken.write_text("")
