@@ -304,17 +304,32 @@ def check_short_run(run_dir: Path) -> None:
         assert metrics["rollouter/restarts"] == 0
 
 
+def stopped_with_weights(command: Command, run_dir: Path) -> bool:
+    """Stops the main process, and lets it go on if it has no weights in shared memory just then, as between two
+    versions."""
+    command.tell(signal.SIGSTOP)
+    process = psutil.Process(command.pid)
+    until(lambda: process.status() == psutil.STATUS_STOPPED, "the process stands", 10, every_s=0.01)
+    if not blobs(run_dir):
+        command.tell(signal.SIGCONT)
+        return False
+    return True
+
+
 def test_an_instance_started_by_hand_outlives_a_killed_run_and_serves_the_next(
     by_hand: ByHand, tmp_path: Path
 ) -> None:
     killed, arguments = short_run(by_hand, tmp_path / "killed", seed=1, iterations=1000)
     with running(*arguments, log=tmp_path / "killed.log") as command:
         command.until(lambda: has_step(killed, 2), "two steps", START_S)
+        command.until(
+            lambda: stopped_with_weights(command, killed), "weights in shared memory", START_S, every_s=0.01
+        )
+        left = blobs(killed)
         command.tell(signal.SIGKILL)
-        command.wait(10)
+        command.wait(30)
     check_short_run(killed)
-    left = blobs(killed)
-    assert left, "no guard is there to tidy up after it; the next start does"
+    assert left == blobs(killed), "no guard is there to tidy up after it; the next start does"
     whole, arguments = short_run(by_hand, tmp_path / "whole", seed=2, iterations=2)
     streamrl(*arguments, log=tmp_path / "whole.log", within_s=START_S)
     check_short_run(whole)
