@@ -35,7 +35,7 @@ from streamrl_jax.types import (
 )
 
 _TICK_S = 0.5  # between two judgements of one that runs
-_LATE_S = 1.0  # a tick later than this: this process itself was stopped
+_LATE_S = 1.0  # a tick later than this, or than a quarter of the lease: this process itself was stopped
 
 
 class Instance:
@@ -332,7 +332,7 @@ class Instance:
         while True:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             now = time.monotonic()
-            if now - due > _LATE_S:
+            if now - due > min(_LATE_S, self._settings.lease_s / 4):
                 self._lease.forgive(now - due)
             due = now + min(_TICK_S, self._settings.lease_s / 4)
             check_process(launched)

@@ -34,16 +34,22 @@ from tests.fast.control_world import FENCE, SETTINGS, check_answer, decode, job,
 LEASE_S = 2.0
 _NAP_S = 0.05
 TICK_S = LEASE_S / 4  # between two judgements (`control.instance`)
-SLACK_S = 1.0  # on every bound, beside the pauses of a busy machine (`Pauses`)
+SLACK_S = 5.0  # on every bound, beside the pauses of a busy machine (`Pauses`)
 
 CHAOS = replace(
     SETTINGS,
-    start_timeout_s=60,
-    lease_s=LEASE_S,
+    start_timeout_s=180,
+    lease_s=30.0,
     heartbeat_interval_s=0.1,
     max_restarts=20,
-    update_timeout_s=20,
+    update_timeout_s=60,
+    drain_timeout_s=60,
+    reward_timeout_s=60,
+    close_timeout_s=60,
 )
+"""Only the faults that a test makes are noticed: a busy machine is not taken for one."""
+MEASURED = replace(CHAOS, lease_s=LEASE_S)
+"""Where the lease is what is measured."""
 PACE: Mapping[str, Any] = {"tokens_per_s": 200.0, "shortest": 5, "longest": 30}
 
 
@@ -133,7 +139,7 @@ class Scene:
     def take(self, job_id: str, at: Mapping[int, Callable[[], object]] | None = None) -> list[Sample]:
         """All of a job's samples; ``at`` says what happens when so many of them are here."""
         taken: list[Sample] = []
-        for sample in self.controller.samples(job_id, 30):
+        for sample in self.controller.samples(job_id, 120):
             check_answer(sample.prompt, sample.generation)
             taken.append(sample)
             if at and (fault := at.get(len(taken))):
@@ -156,7 +162,7 @@ class Scene:
             if event.kind is kind and instance in ("", event.instance) and when >= since
         ]
 
-    def wait_for(self, what: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def wait_for(self, what: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Polls until ``what`` is true."""
         end = time.monotonic() + timeout_s
         while not what():
@@ -218,9 +224,9 @@ def scene(
     with contextlib.closing(pauses), version_zero(fence) as (manifest, source):
         try:
             controller.start()
-            controller.wait_ready(60)
+            controller.wait_ready(180)
             if publish:
-                controller.publish(manifest, source).result(20)
+                controller.publish(manifest, source).result(120)
             yield Scene(controller, told, run_dir, pauses)
         finally:
             controller.close()

@@ -41,8 +41,8 @@ class LoopThread:
         self.loop.close()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine there, within ten seconds."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+        """Runs a coroutine there, within two minutes."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(120)
 
     async def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -80,6 +80,10 @@ class Wire:
         """Resets every connection and refuses new ones."""
         self._thread.call(self._set(refuses=True))
 
+    def reset(self) -> None:
+        """Resets every connection; new ones are taken."""
+        self._thread.call(self._reset_all())
+
     def half_open(self) -> None:
         """Connections stay, and new ones are taken; nothing comes through."""
         self._thread.call(self._set(flows=False))
@@ -106,7 +110,11 @@ class Wire:
     ) -> None:
         self._flows.set() if flows else self._flows.clear()
         self._refuses, self._delay_s, self._bytes_per_s = refuses, delay_s, bytes_per_s
-        for writer in list(self._writers) if refuses else ():
+        if refuses:
+            await self._reset_all()
+
+    async def _reset_all(self) -> None:
+        for writer in list(self._writers):
             _reset(writer)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -113,7 +113,7 @@ def test_weights_without_room_cost_the_instance_and_not_the_run(tmp_path: Path) 
         stored_version(tmp_path) as (manifest, source),
         scene(local(tmp_path, "ab", full(tmp_path, 4096)), tmp_path, settings, publish=False) as found,
     ):
-        reports = {r.instance: r for r in found.controller.publish(manifest, source).result(30)}
+        reports = {r.instance: r for r in found.controller.publish(manifest, source).result(120)}
         assert reports["b"].accepted and not reports["a"].accepted
         assert "no room for the weights, 400000 bytes needed" in reports["a"].reason
         assert "Enlarge /dev/shm" in reports["a"].reason
@@ -132,5 +132,5 @@ def test_weights_that_never_find_room_end_the_run_with_the_remedy(tmp_path: Path
         scene(local(tmp_path, "a", full(tmp_path, 4096)), tmp_path, settings, publish=False) as found,
         pytest.raises(ControlError, match=r"(?s)no room for the weights.*--resume"),
     ):
-        found.controller.publish(manifest, source).result(30)
-        next(found.controller.samples(found.submit(0, 1), 30))
+        found.controller.publish(manifest, source).result(120)
+        next(found.controller.samples(found.submit(0, 1), 120))

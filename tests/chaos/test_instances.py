@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import Counter
@@ -13,7 +14,9 @@ import pytest
 from streamrl_jax.control.events import EventKind
 from streamrl_jax.gen.launch import StaticLauncher
 
-from .harness import CHAOS, LEASE_S, PACE, TICK_S, endpoints, local, scene
+from .harness import CHAOS, LEASE_S, MEASURED, TICK_S, endpoints, local, scene
+
+LATE_LEASE_S = 5.0
 
 
 def test_killed_instances_are_noticed_at_the_next_tick(tmp_path: Path) -> None:
@@ -26,6 +29,7 @@ def test_killed_instances_are_noticed_at_the_next_tick(tmp_path: Path) -> None:
             killed[number] = found.signal(name, signal.SIGKILL)
 
         found.take(job_id, {40: lambda: kill("a", 0), 120: lambda: kill("b", 1)})
+        found.wait_for(lambda: {event.instance for _, event in found.seen(EventKind.RESTART)} == {"a", "b"})
         counts = found.adds_up()
         for number, name in enumerate("ab"):
             seconds, why = found.noticed_after(name, killed[number])
@@ -35,35 +39,41 @@ def test_killed_instances_are_noticed_at_the_next_tick(tmp_path: Path) -> None:
 
 
 def test_a_stopped_instance_is_noticed_within_the_lease(tmp_path: Path) -> None:
-    with scene(local(tmp_path, "ab"), tmp_path) as found:
+    with scene(local(tmp_path, "ab"), tmp_path, MEASURED) as found:
         job_id = found.submit(0, 100)
         stopped: list[float] = []
         found.take(job_id, {30: lambda: stopped.append(found.signal("a", signal.SIGSTOP))})
         seconds, why = found.noticed_after("a", stopped[0])
-        assert LEASE_S - 0.5 < seconds < LEASE_S + TICK_S + found.slack_s
-        assert f"(gen.lease_s = {LEASE_S:g})" in why
+        assert seconds < LEASE_S + TICK_S + found.slack_s
+        (silence,) = re.findall(rf"nothing was heard for ([\d.]+) s \(gen\.lease_s = {LEASE_S:g}\)", why)
+        assert float(silence) >= LEASE_S
         assert found.adds_up()["taken_back"] > 0
 
 
-@pytest.mark.parametrize("prompts", [4, 16], ids=["after the job", "in the job"])
+@pytest.mark.parametrize("prompts", [4, 10], ids=["after the job", "in the job"])
 def test_late_samples_of_one_that_goes_on_again_are_dropped_and_counted(tmp_path: Path, prompts: int) -> None:
     """An instance that nobody may kill is stopped past its lease and goes on: what it held is done elsewhere, and what
     it still answers of that belongs to attempts that are over.
     """
     with (
-        endpoints(tmp_path, "ab", tokens_per_s=40.0, shortest=20) as addresses,
+        # The first answer comes after two seconds: until then each holds its first six.
+        endpoints(tmp_path, "ab", tokens_per_s=15.0, shortest=30, longest=30) as addresses,
         # Without progress, of which late pieces would be dropped and counted too.
-        scene(StaticLauncher(addresses), tmp_path, replace(CHAOS, progress_interval_s=0.0)) as found,
+        scene(
+            StaticLauncher(addresses), tmp_path, replace(CHAOS, lease_s=LATE_LEASE_S, progress_interval_s=0.0)
+        ) as found,
     ):
         job_id = found.submit(0, prompts)
-        found.wait_for(lambda: all(view.held == 6 and view.running for view in found.controller.pool()))
+        found.wait_for(
+            lambda: all(v.held == v.running + v.waiting == 6 for v in found.controller.pool()),
+        )
         stopped = found.signal("a", signal.SIGSTOP)
-        assert found.noticed_after("a", stopped)[0] < LEASE_S + TICK_S + found.slack_s
+        assert found.noticed_after("a", stopped)[0] < LATE_LEASE_S + TICK_S + found.slack_s
         found.wait_for(lambda: found.controller.counters()["redispatched"] == 6)
         if prompts == 4:
             found.take(job_id)
         gone_on = found.signal("a", signal.SIGCONT)
-        if prompts == 16:
+        if prompts == 10:
             found.take(job_id)
             assert any(s.generation.instance == "a" and s.arrived_s > gone_on for s in found.samples)
         found.wait_for(lambda: found.controller.counters()["stale_attempts_dropped"] == 6)
@@ -72,10 +82,10 @@ def test_late_samples_of_one_that_goes_on_again_are_dropped_and_counted(tmp_path
 
 
 def test_one_that_is_stopped_for_less_than_its_lease_loses_nothing(tmp_path: Path) -> None:
-    with scene(local(tmp_path, "ab"), tmp_path) as found:
+    with scene(local(tmp_path, "ab"), tmp_path, replace(CHAOS, lease_s=8.0)) as found:
         job_id = found.submit(0, 60)
         found.signal("a", signal.SIGSTOP)
-        time.sleep(LEASE_S / 4)
+        time.sleep(8.0 / 4)
         found.signal("a", signal.SIGCONT)
         found.take(job_id)
         counts = found.adds_up()
@@ -88,18 +98,23 @@ def test_a_slow_instance_leaves_the_work_to_the_others(tmp_path: Path) -> None:
     and the time of the slow one's last answers.
     """
     seconds: dict[str, float] = {}
-    slow = {"a": {"tokens_per_s": PACE["tokens_per_s"] / 10}}
-    for name, paces in (("all", {}), ("slow", slow)):
+    fast = {
+        "tokens_per_s": 50.0,
+        "shortest": 2,
+        "longest": 6,
+    }  # few wake-ups: a busy machine delays all alike
+    paces = dict.fromkeys("abc", fast)
+    for name, found_paces in (("all", paces), ("slow", paces | {"a": fast | {"tokens_per_s": 5.0}})):
         folder = tmp_path / name
-        with scene(local(folder, "abc", paces), folder, replace(CHAOS, lease_s=5.0)) as found:
+        with scene(local(folder, "abc", found_paces), folder) as found:
             began = time.monotonic()
             found.take(found.submit(0, 120))
             seconds[name] = time.monotonic() - began
             assert found.adds_up()["taken_back"] == 0
             share = Counter(sample.generation.instance for sample in found.samples)["a"] / found.submitted
-    assert share < 0.1
-    answer_s = PACE["longest"] / PACE["tokens_per_s"] * 10
-    assert seconds["slow"] < 1.5 * seconds["all"] + 2.5 * answer_s, seconds
+    assert share < 0.15, "of three alike each has a third"
+    answer_s = 6 / 5.0
+    assert seconds["slow"] < 2 * seconds["all"] + 5 * answer_s, seconds
     print(
         f"\nall at full speed {seconds['all']:.1f} s, one at a tenth {seconds['slow']:.1f} s, its share {share:.0%}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -65,19 +66,22 @@ class Life:
 
     def until(self, what: Callable[[], object]) -> None:
         """Waits; an end before that is an error."""
-        wait_until(lambda: what() or self.process.poll() is not None, 120)
+        wait_until(lambda: what() or self.process.poll() is not None, 400)
         assert self.process.poll() is None, self.output.read_text()[-3000:]
 
     def end(self) -> str:
         """Waits for its end; what it said. The exit code is in ``process``."""
-        self.process.wait(120)
+        self.process.wait(400)
         return self.output.read_text()
 
 
 def alive(run_dir: Path) -> set[int]:
     """Processes of the instances, those of killed lives left out."""
-    files = run_dir.glob("instances/*.address")
-    return {pid for path in files if psutil.pid_exists(pid := json.loads(path.read_text())["pid"])}
+    found: set[int] = set()
+    for path in run_dir.glob("instances/*.address"):
+        with contextlib.suppress(FileNotFoundError):  # a launcher of the next life removes what it finds
+            found.add(json.loads(path.read_text())["pid"])
+    return {pid for pid in found if psutil.pid_exists(pid)}
 
 
 def check_consumed(run_dir: Path) -> None:
@@ -99,8 +103,8 @@ def test_a_killed_trainer_and_a_killed_instance(world: Path) -> None:
     first = Life(run_dir, str(config(world, "killed")))
     first.until(lambda: training_lines(run_dir))
     first.process.send_signal(signal.SIGKILL)
-    first.process.wait(10)
-    wait_until(lambda: not [entry for entry in left_behind(run_dir) if "/dev/shm" not in entry], 30)
+    first.process.wait(60)
+    wait_until(lambda: not [entry for entry in left_behind(run_dir) if "/dev/shm" not in entry], 60)
     done = len(training_lines(run_dir))
     second = Life(run_dir, "--resume", str(run_dir))
     before = alive(run_dir)
@@ -125,7 +129,7 @@ def full_disk(folder: Path, process: subprocess.Popen[bytes]) -> Iterator[None]:
     if not mounted:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
     try:
-        process.wait(120)
+        process.wait(400)
         yield
     finally:
         process.kill()

@@ -69,7 +69,7 @@ def test_memory_follows_what_is_under_way_not_what_waits_or_was_streamed(tmp_pat
         assert set(seen) == {1}, "each sample once"
         assert grown <= CONTROLLER_MIB
         assert max(instances) <= INSTANCE_MIB
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while any(way.controller.sizes().values()):
             assert time.monotonic() < end, f"left over: {way.controller.sizes()}"
             time.sleep(0.01)

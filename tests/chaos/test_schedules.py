@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from streamrl_jax.gen.launch import LocalInstance, LocalLauncher, StaticLauncher
 from streamrl_jax.types import Fence
 
-from .harness import CHAOS, LEASE_S, local, pid_of, scene
+from .harness import LEASE_S, MEASURED, local, pid_of, scene
 from .proxies import LoopThread, Wire
 
 NAMES = "abc"
@@ -110,7 +110,7 @@ def test_whatever_happens_each_sample_comes_once(fleet: Fleet, faults: list[Faul
     lasts is mended by a thread of its own.
     """
     launcher = StaticLauncher({name: wire.address for name, wire in fleet.wires.items()})
-    often = replace(CHAOS, progress_interval_s=0.05, max_restarts=50)
+    often = replace(MEASURED, progress_interval_s=0.05, max_restarts=50)
     with scene(launcher, fleet.run_dir, often, Fence("schedule", next(_lives))) as found:
         job_id = found.submit(0, 75)
         at_work: dict[str, threading.Thread] = {}

@@ -11,7 +11,7 @@ import pytest
 from streamrl_jax.control.events import EventKind
 from streamrl_jax.gen.launch import StaticLauncher
 
-from .harness import LEASE_S, TICK_S, endpoints, scene
+from .harness import LEASE_S, MEASURED, TICK_S, endpoints, scene
 from .proxies import LoopThread, Wire, repeating
 
 
@@ -28,7 +28,11 @@ def test_a_cut_that_is_mended_within_the_lease_loses_nothing(tmp_path: Path, loo
         with scene(launcher, tmp_path) as found:
             job_id = found.submit(0, 60)
 
+            cuts: list[int] = []
+
             def cut() -> None:
+                found.wait_for(lambda: len(found.seen(EventKind.RECONNECTED)) == 2 * len(cuts))
+                cuts.append(0)
                 for wire in wires.values():
                     wire.cut()
                 time.sleep(LEASE_S / 4)
@@ -38,7 +42,7 @@ def test_a_cut_that_is_mended_within_the_lease_loses_nothing(tmp_path: Path, loo
             found.take(job_id, {20: cut, 100: cut})
             counts = found.adds_up()
             assert counts["taken_back"] == counts["restarts"] == 0
-            assert len(found.seen(EventKind.RECONNECTED)) == 4
+            found.wait_for(lambda: len(found.seen(EventKind.RECONNECTED)) == 4)
             assert {sample.generation.attempt for sample in found.samples} == {0}
 
 
@@ -50,7 +54,7 @@ def test_a_break_past_the_lease_costs_the_instance_its_work_until_it_is_mended(
     with endpoints(tmp_path, "ab", tokens_per_s=100.0) as addresses:
         wire = Wire(loop, addresses["a"]).open()
         launcher = StaticLauncher({"a": wire.address, "b": addresses["b"]})
-        with scene(launcher, tmp_path) as found:
+        with scene(launcher, tmp_path, MEASURED) as found:
             job_id = found.submit(0, 40)
             found.wait_for(lambda: all(view.held == 6 for view in found.controller.pool()))
             broken = time.monotonic()

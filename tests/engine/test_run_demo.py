@@ -46,6 +46,7 @@ from tests.engine.run_world import (
     steps,
     streamrl,
     trained,
+    until,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -60,6 +60,16 @@ SETTINGS = ControlSettings(
     reward_timeout_s=5,
     close_timeout_s=10,
 )
+CALM = replace(
+    SETTINGS,
+    start_timeout_s=60,
+    lease_s=20.0,
+    update_timeout_s=60,
+    drain_timeout_s=60,
+    reward_timeout_s=60,
+    close_timeout_s=60,
+)
+"""Where nothing hangs: a busy machine is not taken for a dead instance."""
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
@@ -170,7 +180,7 @@ class World:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.submit(coroutine).result(10)
+        return self.submit(coroutine).result(60)
 
     async def start(self, name: str) -> Process:
         lives = self.lives.setdefault(name, [])
@@ -212,7 +222,7 @@ class World:
             for process in lives:
                 self.call(process.end())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()
 
 
@@ -227,7 +237,7 @@ class Run:
     def seen(self, kind: EventKind, instance: str = "") -> list[ControlEvent]:
         return [e for e in list(self.events) if e.kind is kind and instance in ("", e.instance)]
 
-    def wait_for(self, what: Callable[[], object], timeout_s: float = 5.0) -> None:
+    def wait_for(self, what: Callable[[], object], timeout_s: float = 60.0) -> None:
         end = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < end, f"{what} did not come true; {self.events[-5:]}"
@@ -298,9 +308,9 @@ def running(
     try:
         controller.start()
         if version is not None:
-            controller.wait_ready(10)
+            controller.wait_ready(60)
             if version != NO_VERSION:
-                run.publish(version).result(10)
+                run.publish(version).result(60)
         yield run
     finally:
         try:

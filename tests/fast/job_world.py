@@ -34,17 +34,24 @@ exec {python} "$@"
 """
 
 _FUNCTIONS = '''
-import os, sys, threading, time
+import fnmatch, os, sys, threading, time
 from streamrl_jax.train.loss import clipped_policy_loss
 
 main_job = os.getppid() if sys.argv[0].endswith("control/process.py") else os.getpid()
 sent, one_at_a_time = [], threading.Lock()
 
 
-def digits(prompt, text, generation, delay_s=0.0):
-    """Share of the answer that is digits: any policy has some, and learns to have more."""
-    time.sleep(delay_s)
+def digits(prompt, text, generation, delay_s=0.0, hold=""):
+    """Share of the answer that is digits: any policy has some, and learns to have more. Samples to hold get none."""
+    time.sleep(600 if fnmatch.fnmatchcase(generation.sample_id, hold) else delay_s)
     return sum(character.isdigit() for character in text) / 8
+
+
+def gated(prompt, text, generation, gate):
+    """Answers of training are worth something once a file is there."""
+    while generation.sample_id.startswith("train") and not os.path.exists(gate):
+        time.sleep(0.05)
+    return digits(prompt, text, generation)
 
 
 def signalling(prompt, text, generation, at, number, times=1):

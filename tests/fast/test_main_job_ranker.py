@@ -49,7 +49,7 @@ def changes(world: Path) -> dict[str, dict[str, Any]]:
         "rollout": {"stop_token_ids": [int(token) for token in digits]},
         "gen": {"instances": 2},
         "dispatch": {"policy": "skewness"},
-        "ranker": {"refresh_every": 2, "refresh_steps": 10, "max_wait_s": 20.0},
+        "ranker": {"refresh_every": 2, "refresh_steps": 10, "max_wait_s": 250.0},
         "reward": {"function": f"{world / 'functions.py'}:signalling", "kwargs": signalled},
         "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
         "trainer": {"total_training_steps": STEPS, "save_freq": 2, "test_freq": 0, "val_before_train": False},

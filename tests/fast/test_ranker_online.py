@@ -58,7 +58,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine
 
-from .control_world import World, running
+from .control_world import CALM, World, running
 
 VOCABULARY, LONGEST, ANSWERS = 24, 200, 2
 LEARNED_S = 240.0  # bound on a refresh, most of which is compilation on a machine that does other things too
@@ -215,7 +215,7 @@ def rollouts_of(
         ("a", "b"), engine=lambda name, life: FakeEngine(slots=8, tokens_per_s=20_000, length=length)
     )
     with (
-        running(world, version=None) as run,
+        running(world, CALM, version=None) as run,
         Trace(folder / "trace.json") as trace,
         forecasting(folder, **section) as forecast,
     ):
@@ -407,7 +407,7 @@ def test_predictions_of_other_prompts_are_not_taken_for_theirs(
     caplog.set_level(logging.WARNING)
     with forecasting(tmp_path, (tmp_path, 3), prompts=prompt_set(same), refresh_every=0) as resumed:
         resumed.prepare(3, asked)
-        until(lambda: ready(resumed, 3), 10)
+        until(lambda: ready(resumed, 3))
         said = resumed.take(3)
     assert said is not None and len(said) == len(asked)
     assert tau(said, asked) == pytest.approx(1.0)
@@ -511,7 +511,7 @@ class Slow:
         self.go = threading.Event()
 
     def lengths(self, token_ids: Sequence[TokenIds]) -> np.ndarray:
-        assert self.go.wait(60)
+        assert self.go.wait(200)
         return np.array([length_of(ids) for ids in token_ids], np.float32)
 
 
@@ -522,7 +522,7 @@ def test_an_iteration_waits_no_longer_than_it_may(tmp_path: Path) -> None:
             forecast.prepare(iteration, fresh(iteration))
             begun = time.monotonic()
             assert forecast.take(iteration) is None
-            assert time.monotonic() - begun < 5.0 and not ranker.go.is_set()
+            assert time.monotonic() - begun < 60.0 and not ranker.go.is_set()
             for sample in answered(fresh(iteration), iteration):
                 forecast.observe(sample)
             forecast.learn(iteration, last=False)
@@ -530,7 +530,7 @@ def test_an_iteration_waits_no_longer_than_it_may(tmp_path: Path) -> None:
             assert forecast.metrics()["ranker/recall_20"] == Missing("not within ranker.max_wait_s = 0.05")
         ranker.go.set()
         forecast.prepare(3, fresh(3))
-        until(lambda: ready(forecast, 3), 10)
+        until(lambda: ready(forecast, 3))
         assert forecast.take(3) == pytest.approx([length_of(prompt.token_ids) for prompt in fresh(3)])
 
 
@@ -566,7 +566,7 @@ def test_a_refresh_whose_loss_is_no_number_leaves_the_ranker_as_it_was(
     ranker.go.set()
     with forecasting(tmp_path, ranker=ranker, refresh_every=1, max_wait_s=30.0) as forecast:
         follow(forecast, range(3), 9, fresh)
-        until(lambda: all(begun.done() for begun in forecast._begun()), 10)
+        until(lambda: all(begun.done() for begun in forecast._begun()))
         assert forecast._known.ranker is cast(Any, ranker) and not forecast._known.trained
         forecast.prepare(4, fresh(4))
         assert forecast.take(4) == pytest.approx([length_of(prompt.token_ids) for prompt in fresh(4)])
@@ -618,16 +618,16 @@ def test_a_refresh_that_takes_several_iterations_holds_nothing_else_up(
         for iteration in range(6):
             follow_one(forecast, iteration)
             forecast.save(iteration + 1, [])
-            until(lambda step=iteration + 1: state_faults(tmp_path, step) == [], 10)
-            until(lambda iteration=iteration: known_of(forecast, iteration), 10)
-            until(lambda: len(begun) == 1, 10)
+            until(lambda step=iteration + 1: state_faults(tmp_path, step) == [])
+            until(lambda iteration=iteration: known_of(forecast, iteration))
+            until(lambda: len(begun) == 1)
             assert due(iteration + 1) and forecast._known.ranker is None
             assert forecast._refresher._tasks.empty() and forecast._unfinished == 1
         go.set()
-        until(lambda: idle(forecast), 10)
+        until(lambda: idle(forecast))
         assert forecast._due and forecast._known.ranker is not None and len(begun) == 1
         follow_one(forecast, 6)
-        until(lambda: idle(forecast), 10)
+        until(lambda: idle(forecast))
         forecast.save(7, [])
         forecast.wait()
     assert begun == [(24, FitOptions().learning_rate), (7 * 24, pytest.approx(0.1 / 64))]
@@ -641,11 +641,11 @@ def test_no_refresh_begins_after_the_end(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(online, "fit_ranker", unwanted)
     go = threading.Event()
     with forecasting(tmp_path, refresh_every=1) as forecast:
-        forecast._learner.do(lambda: go.wait(10))
+        forecast._learner.do(lambda: go.wait(200))
         follow_one(forecast, 0)
         forecast._ended.set()
         go.set()
-        until(lambda: idle(forecast), 10)
+        until(lambda: idle(forecast))
         forecast.save(1, [])
         forecast.wait()
     assert json.loads((state_directory(tmp_path, 1) / "knowledge.json").read_bytes())["due"]
@@ -660,11 +660,11 @@ def test_of_several_failures_the_first_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(online, "write_state", full)
     go = threading.Event()
     with forecasting(tmp_path, refresh_every=1) as forecast:
-        forecast._learner.do(lambda: go.wait(10))
+        forecast._learner.do(lambda: go.wait(200))
         forecast.save(0, [])
         follow_one(forecast, 0)
         go.set()
-        until(lambda: idle(forecast), 10)
+        until(lambda: idle(forecast))
         assert forecast._refreshed is not None and forecast._refreshed.cancelled()
         for call in (lambda: forecast.take(0), lambda: forecast.known(fresh(0)[0]), forecast.wait):
             with pytest.raises(UserError, match=r"step_0: .* cannot be written .*No space left"):
@@ -696,7 +696,7 @@ def test_an_error_in_a_refresh_reaches_the_user_with_its_traceback(
     with forecasting(tmp_path, refresh_every=1) as forecast:
         follow_one(forecast, 0)
         forecast.prepare(1, fresh(1))
-        until(lambda: forecast._refresher._error is not None, 10)
+        until(lambda: forecast._refresher.failed_at is not None)
         for call in (lambda: forecast.take(1), lambda: forecast.known(fresh(0)[0]), forecast.wait):
             with pytest.raises(KeyError, match="a bug in the fit") as caught:
                 call()
@@ -728,13 +728,13 @@ def test_what_is_predicted_while_even_answers_come_in_is_judged_with_them(tmp_pa
     class Slow:
         def lengths(self, token_ids: Sequence[TokenIds]) -> np.ndarray:
             scoring.set()
-            assert go.wait(20)
+            assert go.wait(200)
             return np.asarray([10.0 + ids[0] for ids in token_ids], np.float32)
 
     with forecasting(tmp_path, refresh_every=0, ranker=Slow()) as forecast:
         same = make_prompts(24)
         forecast.prepare(1, same)
-        assert scoring.wait(20)
+        assert scoring.wait(200)
         for sample in answered(same, 0, lambda ids: 4):
             forecast.observe(sample)
         forecast.learn(0, last=False)
@@ -759,18 +759,18 @@ def test_tasks_in_the_background_run_in_order_until_one_fails() -> None:
     done: list[int] = []
     held, go = threading.Event(), threading.Event()
     thread = Background("ranker-test", 10.0)
-    thread.do(lambda: (held.set(), go.wait(10)))
+    thread.do(lambda: (held.set(), go.wait(200)))
     results = [thread.do(lambda number=number: done.append(number)) for number in range(3)]
 
     def fails() -> None:
         raise ValueError("on purpose")
 
     failed, never = thread.do(fails), thread.do(lambda: done.append(9))
-    assert held.wait(10)
+    assert held.wait(200)
     go.set()
     with pytest.raises(ValueError, match="on purpose"):
         failed.result(10)
-    until(never.cancelled, 10)
+    until(never.cancelled)
     assert done == [0, 1, 2] and all(result.done() for result in results)
     with pytest.raises(ValueError, match="on purpose"):
         thread.do(lambda: None)
@@ -784,8 +784,8 @@ def test_of_the_failures_of_several_threads_the_first_is_raised() -> None:
 
     with closing(Background("ranker-one", 10.0)) as one, closing(Background("ranker-other", 10.0)) as other:
         check_all((one, other))
-        until(one.do(lambda: fails(ValueError("the first"))).done, 10)
-        until(other.do(lambda: fails(KeyError("the second"))).done, 10)
+        until(one.do(lambda: fails(ValueError("the first"))).done)
+        until(other.do(lambda: fails(KeyError("the second"))).done)
         for threads in ((one, other), (other, one)):
             with pytest.raises(ValueError, match="the first"):
                 check_all(threads)

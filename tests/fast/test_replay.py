@@ -58,16 +58,15 @@ class History:
     lives: list[Life] = field(default_factory=list)
 
 
-def killed(arguments: list[str], run_dir: Path, when: Callable[[], bool], then_s: float) -> Life:
-    """Starts a life of the run, kills its trainer ``then_s`` after ``when``, waits for the end of its instances."""
+def killed(arguments: list[str], run_dir: Path, when: Callable[[], bool]) -> Life:
+    """Starts a life of the run, kills its trainer once ``when`` is true, waits for the end of its instances."""
     command = [sys.executable, "-m", "streamrl_jax", "train", *arguments]
     run_dir.parent.mkdir(exist_ok=True)
     with run_dir.with_suffix(".log").open("ab") as log:
         trainer = subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log)
-    wait_until(lambda: when() or trainer.poll(), 120)
-    time.sleep(then_s)
+    wait_until(lambda: when() or trainer.poll() is not None, 400)
     trainer.send_signal(signal.SIGKILL)
-    assert trainer.wait(10) == -signal.SIGKILL, run_dir.with_suffix(".log").read_text()[-2000:]
+    assert trainer.wait(60) == -signal.SIGKILL, run_dir.with_suffix(".log").read_text()[-2000:]
     died = time.monotonic()
     wait_until(lambda: not [entry for entry in left_behind(run_dir) if "/dev/shm" not in entry], 30)
     gone = time.monotonic() - died
@@ -83,25 +82,36 @@ def prompt_ids(run_dir: Path, iteration: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> Iterator[History]:
-    """Seven steps with a checkpoint at each second one; a sample's reward takes 30 ms, an iteration 240."""
+    """Seven steps with a checkpoint at each second one; a sample's reward takes 100 ms, an iteration 800.
+
+    Where a life is killed its run is held by a reward that does not come.
+    """
     with jax_settings_kept():
         world = write_world(tmp_path_factory.mktemp("world"))
         config = write_config(
             world,
             run={"name": "job"},
-            reward={"kwargs": {"delay_s": 0.03}},
+            reward={"timeout_s": 900.0},
             trainer={"total_training_steps": STEPS},
             eval={"max_prompts": 2, "n": 1},
         )
         run = world / "runs" / "job"
         found = History(run)
-        # Between steps: the second one is recorded, its evaluation and its checkpoint are not.
-        found.lives.append(killed([str(config)], run, lambda: len(training_lines(run)) >= 2, 0.0))
+
+        def held(samples: str) -> str:
+            return f'reward.kwargs={{delay_s = 0.1, hold = "{samples}"}}'  # merged: `hold` is given each time
+
+        def between() -> bool:
+            return len(training_lines(run)) >= 2
+
+        def amid() -> bool:
+            return len(training_lines(run)) >= 5 and is_sealed(run / "checkpoints/step_4")
+
+        # Between steps: the second one is recorded; its evaluation, which gets no rewards, and its checkpoint are not.
+        found.lives.append(killed([str(config), held("eval/2/*")], run, between))
         # In mid-step, with a whole checkpoint.
-        found.lives.append(
-            killed(["--resume", str(run)], run, lambda: is_sealed(run / "checkpoints/step_4"), 0.12)
-        )
-        assert main(["train", "--resume", str(run)]) == 0
+        found.lives.append(killed(["--resume", str(run), held("train/5/*/3")], run, amid))
+        assert main(["train", "--resume", str(run), held("")]) == 0
         yield found
 
 
