@@ -113,6 +113,16 @@ class Pauses:
         self._thread.join()
 
 
+def wait_until(
+    what: Callable[[], object], timeout_s: float = 60.0, told: Callable[[], str] = lambda: ""
+) -> None:
+    """Polls until ``what`` is true; ``told`` says how things stand where it does not come true."""
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, f"not within {timeout_s} s; {told()}"
+        time.sleep(0.01)
+
+
 @dataclass(eq=False)
 class Scene:
     """A started controller, what it told and when, and the samples that were taken from it."""
@@ -164,10 +174,7 @@ class Scene:
 
     def wait_for(self, what: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Polls until ``what`` is true."""
-        end = time.monotonic() + timeout_s
-        while not what():
-            assert time.monotonic() < end, f"not within {timeout_s} s; {self.told[-5:]}"
-            time.sleep(0.01)
+        wait_until(what, timeout_s, lambda: str(self.told[-5:]))
 
     def noticed_after(self, instance: str, fault_s: float) -> tuple[float, str]:
         """How long after a fault the instance was taken for dead, and why."""

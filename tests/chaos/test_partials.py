@@ -46,7 +46,8 @@ def test_what_was_told_to_a_stream_that_broke_is_told_again(tmp_path: Path) -> N
     ):
         wire = Wire(loop, addresses["a"]).open()
         launcher = StaticLauncher({"a": wire.address, "b": addresses["b"]})
-        with scene(launcher, tmp_path, OFTEN) as found:
+        # A killed endpoint, which nobody of the run's started, is noticed by the lease.
+        with scene(launcher, tmp_path, replace(OFTEN, lease_s=5.0)) as found:
             job_id = found.submit(0, 2)
             found.wait_for(lambda: found.controller.sizes()["partials"] == 8)
             wire.reset()

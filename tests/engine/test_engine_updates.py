@@ -22,7 +22,7 @@ from tests.engine.conftest import (
 )
 
 GREEDY = Sampling(0.0, 24, (), evaluation=True)
-LONG = Sampling(1.0, 200, ())
+LONG = Sampling(1.0, 480, ())
 PROMPT = np.array([7, 8, 9], np.int32)
 
 Damage = Callable[[dict[str, np.ndarray]], tuple[Manifest, bytearray]]
@@ -121,10 +121,10 @@ def run_during_update(rig: Rig, in_flight: bool) -> tuple[list[Assignment], list
     manifest, blob = pack(FENCE, rig.version + 1, ARCHITECTURE, checkpoint_arrays(model))
 
     async def work() -> tuple[list[Generation], UpdateReport]:
-        await rig.assign(given)
         before = (await rig.client.status())[0].tokens_total
+        await rig.assign(given)
         while (await rig.client.status())[0].tokens_total < before + 8 * 40:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.005)
         update = asyncio.create_task(rig.offer(manifest, blob, in_flight=in_flight))
         answers = await rig.collect(len(given))
         return answers, await update
