@@ -22,14 +22,17 @@ class Pulse:
     def __init__(self, engine: Engine, interval_s: float = 0.5) -> None:
         self._engine = engine
         self._interval_s = interval_s
-        self._answered_s: float | None = None
+        self._asked_s: float | None = None  # the question that is not answered yet; None: there is none
 
     @property
     def age_s(self) -> float:
-        """Seconds for which an answer has been missing; 0 before the engine is up, and while it is excused."""
-        if self._answered_s is None:
+        """Seconds for which an answer has been missing; 0 between two questions, and while the engine is excused.
+
+        So what stood still together with this process, as when a whole machine is suspended, is not taken for silent.
+        """
+        if self._asked_s is None:
             return 0.0
-        return max(0.0, time.monotonic() - max(self._answered_s, self._engine.excused_until_s))
+        return max(0.0, time.monotonic() - max(self._asked_s, self._engine.excused_until_s))
 
     async def run(self) -> None:
         """Asks until the engine is dead.
@@ -39,8 +42,8 @@ class Pulse:
         Raises:
             EngineFailed: the engine is dead.
         """
-        self._answered_s = time.monotonic()
         while True:
+            self._asked_s = time.monotonic()
             await self._engine.ping()
-            self._answered_s = time.monotonic()
+            self._asked_s = None
             await asyncio.sleep(self._interval_s)

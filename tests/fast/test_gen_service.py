@@ -21,6 +21,7 @@ from streamrl_jax.gen import net
 from streamrl_jax.gen.client import Drained, Granted, InstanceClient, InstanceError, InstanceStream
 from streamrl_jax.gen.health import CHECK, add_health
 from streamrl_jax.gen.protocol import EngineFailed
+from streamrl_jax.gen.pulse import Pulse
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.gen.sources import Sources
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
@@ -528,12 +529,31 @@ def test_heartbeats_count_tokens_and_show_a_stopped_engine() -> None:
                 beats.append(await next_of(stream, InstanceStatus))
             engine.hang()
             await stream.assign(assignment(9))
-            await asyncio.sleep(1.2)
-            status, _ = await client.status()
-            assert status.engine_age_s > 0.6
+            while (await client.status())[0].engine_age_s < 0.6:
+                await asyncio.sleep(0.05)
             while (await next_of(stream, InstanceStatus)).engine_age_s < 0.6:
                 pass
             engine.thaw()
+
+    run(scenario)
+
+
+def test_an_engine_that_stood_still_together_with_its_process_is_not_taken_for_silent() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        pulse = Pulse(engine, interval_s=60.0)
+        asking = asyncio.create_task(pulse.run())
+        await asyncio.sleep(0)  # it asks, and is answered at once
+        time.sleep(0.3)  # the machine is suspended
+        assert pulse.age_s == 0.0
+        asking.cancel()
+        engine.hang()
+        pulse = Pulse(engine, interval_s=0.0)
+        asking = asyncio.create_task(pulse.run())
+        await asyncio.sleep(0)
+        time.sleep(0.3)
+        assert pulse.age_s >= 0.3, "an answer has been missing meanwhile"
+        asking.cancel()
 
     run(scenario)
 
