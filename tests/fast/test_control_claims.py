@@ -35,7 +35,7 @@ def test_a_stopped_engine_behind_a_living_endpoint_gets_nothing_until_it_answers
         assert any("engine does not answer" in event.text for event in run.seen(EventKind.PHASE, "a"))
         world.loop.call_soon_threadsafe(world.now("a").engine.thaw)
         run.wait_for(lambda: len(run.seen(EventKind.READY, "a")) == 2)
-        assert len(list(run.controller.samples("train/0", 10))) == 240
+        assert len(list(run.controller.samples("train/0", 60))) == 240
 
 
 @dataclass

@@ -45,7 +45,7 @@ def test_five_hundred_samples_from_two_instances() -> None:
     world = World(("a", "b"), lambda name, life: FakeEngine(slots=8))
     with running(world) as run:
         run.controller.submit(job(0, count=125, n=4))
-        samples = list(run.controller.samples("train/0", 10))
+        samples = list(run.controller.samples("train/0", 60))
         assert len({s.sample_id for s in samples}) == len(samples) == 500
         for sample in samples:
             check_answer(sample.prompt, sample.generation)
@@ -68,7 +68,7 @@ def test_samples_stream_while_others_still_run() -> None:
     )
     with running(world) as run:
         run.controller.submit(Job("j", prompts(3), 1, SAMPLING, 0, 0))
-        stream = run.controller.samples("j", 5)
+        stream = run.controller.samples("j", 60)
         assert next(stream).prompt.prompt_id in ("1", "2")
         assert run.controller.counters()["finished"] < 3
         assert len(list(stream)) == 2
@@ -78,7 +78,7 @@ def test_no_instance_is_given_more_than_its_slots_and_lookahead() -> None:
     world = World(("a", "b"), lambda name, life: FakeEngine(slots=4, tokens_per_s=200))
     with running(world) as run:
         run.controller.submit(job(0, count=30))
-        most, stream = 0, run.controller.samples("train/0", 10)
+        most, stream = 0, run.controller.samples("train/0", 60)
         for _ in stream:
             views = run.controller.pool()
             most = max(most, *(view.held for view in views), *(view.running + view.waiting for view in views))
@@ -91,7 +91,7 @@ def test_memory_follows_the_open_jobs() -> None:
     with running(world) as run:
         for iteration in range(15):
             run.controller.submit(job(iteration, min_version=0))
-            assert len(list(run.controller.samples(f"train/{iteration}", 10))) == 32
+            assert len(list(run.controller.samples(f"train/{iteration}", 60))) == 32
         run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
         with pytest.raises(ControlError, match="train/3 was not submitted, or all its samples were taken"):
             next(run.controller.samples("train/3", 1))
@@ -110,7 +110,7 @@ def test_nothing_is_answered_before_the_first_weights() -> None:
             next(run.controller.samples("train/0", 0.3))
         assert world.now("a").engine.tokens_total == 0
         run.publish(0)
-        assert len(list(run.controller.samples("train/0", 5))) == 32
+        assert len(list(run.controller.samples("train/0", 60))) == 32
 
 
 def test_synchronous_schedule_has_no_staleness() -> None:
@@ -118,7 +118,7 @@ def test_synchronous_schedule_has_no_staleness() -> None:
     with running(world) as run:
         for iteration in range(5):
             run.controller.submit(job(iteration))
-            samples = list(run.controller.samples(f"train/{iteration}", 10))
+            samples = list(run.controller.samples(f"train/{iteration}", 60))
             assert {int(v) for s in samples for v in expand_runs(s.generation.versions)} == {iteration}
             run.publish(iteration + 1)
 
@@ -131,7 +131,7 @@ def test_one_step_asynchronous_schedule_is_never_staler() -> None:
         run.controller.submit(job(0, min_version=0))
         for version in range(6):
             run.controller.submit(job(version + 1, min_version=version))
-            for sample in run.controller.samples(f"train/{version}", 10):
+            for sample in run.controller.samples(f"train/{version}", 60):
                 lags.update(version - int(v) for v in expand_runs(sample.generation.versions))
             run.publish(version + 1)
         assert set(lags) == {0, 1}
@@ -141,9 +141,9 @@ def test_an_update_waits_for_what_runs_and_holds_back_the_rest() -> None:
     world = World(("a",), lambda name, life: FakeEngine(slots=4, tokens_per_s=200, length=lambda a: 20))
     with running(world) as run:
         run.controller.submit(job(0, count=4, n=4))
-        stream = run.controller.samples("train/0", 5)
+        stream = run.controller.samples("train/0", 60)
         next(stream)
-        reports = run.publish(1).result(5)
+        reports = run.publish(1).result(60)
         assert [(r.instance, r.accepted, r.version) for r in reports] == [("a", True, 1)]
         versions = [s.generation.versions for s in stream]
         assert all(len(runs) == 1 for runs in versions), "no answer mixes versions"
@@ -156,8 +156,8 @@ def test_an_update_in_flight_mixes_versions_and_says_so() -> None:
     with running(world, replace(SETTINGS, in_flight=True)) as run:
         run.controller.submit(job(0, count=4, n=4))
         run.wait_for(lambda: run.controller.pool()[0].running)
-        run.publish(1).result(5)
-        samples = list(run.controller.samples("train/0", 5))
+        run.publish(1).result(60)
+        samples = list(run.controller.samples("train/0", 60))
         assert [[r.version for r in s.generation.versions] for s in samples] == [[0, 1]] * 16
 
 
@@ -165,9 +165,9 @@ def test_a_source_is_released_when_nobody_needs_it() -> None:
     world = World(("a", "b"), lambda name, life: FakeEngine(update_s=0.1 if name == "b" else 0.0))
     released: list[int] = []
     with running(world, version=None) as run:
-        run.controller.wait_ready(10)
+        run.controller.wait_ready(60)
         for version in range(3):
-            run.publish(version, release=lambda version=version: released.append(version)).result(5)
+            run.publish(version, release=lambda version=version: released.append(version)).result(60)
             assert released == list(range(version)), "the newest is kept for restarts"
         assert [e.version for e in run.seen(EventKind.RELEASED)] == [0, 1]
     assert released == [0, 1, 2]
@@ -182,7 +182,7 @@ def test_a_refused_version_stops_the_run_with_every_fault() -> None:
             "instance b refused version 1 and goes on serving 0: digest of model.norm.weight differs; lm_head"
         )
         with pytest.raises(ControlError, match=message):
-            done.result(5)
+            done.result(60)
         with pytest.raises(ControlError, match=message):
             run.controller.submit(job(1))
 
@@ -193,11 +193,11 @@ def test_a_quarantined_instance_is_restarted_and_gets_the_version_first() -> Non
 
     world = World(("a",), engine)
     with running(world, version=NO_VERSION) as run:
-        (report,) = run.publish(0).result(5)
+        (report,) = run.publish(0).result(60)
         assert not report.accepted
         assert "layer 3 was loaded half" in report.reason
         run.controller.submit(job(0))
-        assert len(list(run.controller.samples("train/0", 10))) == 32
+        assert len(list(run.controller.samples("train/0", 60))) == 32
         assert next(line for line in world.now("a").engine.log if line != "forget") == "update 0"
         assert run.controller.counters()["restarts"] == 1
 
@@ -206,8 +206,8 @@ def test_two_publications_at_once_end_with_the_newest() -> None:
     world = World(("a",), lambda name, life: FakeEngine(update_s=0.1))
     with running(world) as run:
         first, second = run.publish(1), run.publish(2)
-        assert [r.version for r in first.result(5)] in ([1], [2])
-        assert [r.version for r in second.result(5)] == [2]
+        assert [r.version for r in first.result(60)] in ([1], [2])
+        assert [r.version for r in second.result(60)] == [2]
         with pytest.raises(ValueError, match="version 2 is published after version 2"):
             run.publish(2)
 
@@ -245,13 +245,13 @@ def test_probes_reach_every_instance_before_its_next_version() -> None:
         assert jobs == ("probe/0/a", "probe/0/b")
         run.publish(1)
         for name, probe in zip("ab", jobs, strict=True):
-            answers = list(run.controller.samples(probe, 5))
+            answers = list(run.controller.samples(probe, 60))
             assert [s.generation.instance for s in answers] == [name] * 3
             assert all(len(s.generation.token_ids) == 4 for s in answers)
             assert {int(v) for s in answers for v in expand_runs(s.generation.versions)} == {0}
             assert {s.reward for s in answers} == {0.0}, "probes are not rewarded"
         assert run.controller.counters()["delivered"] < 38, "they went before the iteration"
-        assert len(list(run.controller.samples("train/0", 5))) == 32
+        assert len(list(run.controller.samples("train/0", 60))) == 32
         assert run.controller.probe(0, prompts(1), SAMPLING) == ()
 
 
@@ -259,19 +259,19 @@ def test_evaluation_may_bend_the_distribution_and_training_may_not() -> None:
     greedy = Sampling(0.0, 8, (0,), evaluation=True, top_p=0.5)
     with running(World(("a",))) as run:
         run.controller.submit(Job("eval/0", prompts(5), 1, greedy, 0, 0, evaluation=True))
-        assert len(list(run.controller.samples("eval/0", 5))) == 5
+        assert len(list(run.controller.samples("eval/0", 60))) == 5
         run.controller.submit(replace(job(0), sampling=replace(greedy, evaluation=False)))
         with pytest.raises(
             UserError, match=r"instance a refuses sample train/0/0/0 .*top_p = 0.5 changes the density"
         ):
-            list(run.controller.samples("train/0", 5))
+            list(run.controller.samples("train/0", 60))
 
 
 def test_an_answer_that_cannot_fit_is_the_users_to_mend() -> None:
     with running(World(("a",), lambda name, life: FakeEngine(max_model_len=16))) as run:
         run.controller.submit(job(0))
         with pytest.raises(UserError, match=r"raise gen.max_model_len"):
-            list(run.controller.samples("train/0", 5))
+            list(run.controller.samples("train/0", 60))
 
 
 # ---------------------------------------------------------------- accounts, start and end
@@ -280,15 +280,18 @@ def test_an_answer_that_cannot_fit_is_the_users_to_mend() -> None:
 def test_busy_and_idle_seconds() -> None:
     world = World(("a", "b"), lambda name, life: FakeEngine(slots=2, tokens_per_s=100, length=lambda a: 10))
     with running(world) as run:
-        before = {view.name: view.seconds for view in run.controller.pool()}
+        before, began = {view.name: view.seconds for view in run.controller.pool()}, time.monotonic()
         run.controller.submit(job(0, count=1, n=2))
-        assert len(list(run.controller.samples("train/0", 5))) == 2
+        assert len(list(run.controller.samples("train/0", 60))) == 2
         run.wait_for(lambda: sum(view.tokens for view in run.controller.pool()) == 20)
         spent = {
             view.name: {what: view.seconds[what] - before[view.name][what] for what in Activity}
             for view in run.controller.pool()
         }
-        assert spent["a"][Activity.BUSY] == pytest.approx(0.1, abs=0.09), "the group stayed together"
+        taken_s = time.monotonic() - began
+        assert 0.05 < spent["a"][Activity.BUSY] <= taken_s, (
+            "ten tokens at 100 a second; the group stayed together"
+        )
         assert spent["b"][Activity.BUSY] == 0.0
         assert spent["b"][Activity.IDLE] > 0.09
         assert spent["a"][Activity.DOWN] == spent["b"][Activity.DOWN] == 0.0
@@ -316,7 +319,7 @@ def test_close_leaves_no_thread_and_no_instance() -> None:
     world = World(("a", "b"), lambda name, life: FakeEngine(tokens_per_s=20))
     with running(world) as run:
         run.controller.submit(job(0))
-        next(run.controller.samples("train/0", 5))
+        next(run.controller.samples("train/0", 60))
         pending = run.publish(1)
         run.controller.close()
         assert all(process.stopped for lives in world.lives.values() for process in lives)

@@ -45,7 +45,7 @@ def take_all(
 ) -> list[Sample]:
     """Takes a job's samples, disturbs after so many of them, checks that each came once, and right."""
     samples: list[Sample] = []
-    for sample in run.controller.samples(job_id, 10):
+    for sample in run.controller.samples(job_id, 60):
         samples.append(sample)
         if len(samples) == at:
             disturb()
@@ -70,7 +70,7 @@ def test_a_job_for_an_instance_that_has_left_is_refused() -> None:
 def test_one_that_joins_gets_the_version_and_then_waiting_work_within_the_iteration() -> None:
     world = World(("a",), slow)
     with running(world) as run:
-        run.publish(1).result(5)
+        run.publish(1).result(60)
         run.controller.submit(job(1, count=50, n=4))
         samples = take_all(run, "train/1", 10, lambda: add(run, "b"))
         assert len(samples) == 200
@@ -90,9 +90,9 @@ def test_a_publication_does_not_wait_for_one_that_still_loads() -> None:
 
     with running(World(("a",), engine)) as run:
         add(run, "b")
-        reports = run.publish(1).result(5)
+        reports = run.publish(1).result(60)
         assert [report.instance for report in reports] == ["a"]
-        run.controller.wait_ready(5)
+        run.controller.wait_ready(60)
         assert not run.seen(EventKind.READY, "b"), "it is ready without the one that joins"
         run.wait_for(lambda: [e.version for e in run.seen(EventKind.UPDATED, "b")] == [1], 20)
 
@@ -111,7 +111,7 @@ def test_one_that_is_drained_answers_what_it_holds_and_is_ended() -> None:
         assert world.now("b").stopped
         assert len(world.lives["b"]) == 1
         assert [view.name for view in run.controller.pool()] == ["a"]
-        assert [report.instance for report in run.publish(1).result(5)] == ["a"]
+        assert [report.instance for report in run.publish(1).result(60)] == ["a"]
 
 
 def test_nothing_new_is_handed_to_one_that_is_being_drained() -> None:
@@ -281,8 +281,8 @@ def test_probes_go_to_those_who_stay() -> None:
         run.wait_for(lambda: all(view.held for view in run.controller.pool()))
         first = run.controller.probe(0, prompts(20), job(0).sampling)
         drain(run, "b")
-        assert len(list(run.controller.samples(first[0], 10))) == 20
-        assert len(list(run.controller.samples(first[1], 10))) < 20, "given up: nobody else may answer them"
+        assert len(list(run.controller.samples(first[0], 60))) == 20
+        assert len(list(run.controller.samples(first[1], 60))) < 20, "given up: nobody else may answer them"
         take_all(run, "train/0")
         run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
 

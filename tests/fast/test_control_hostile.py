@@ -201,7 +201,7 @@ def test_nonsense_costs_an_endpoint_its_place_and_the_run_nothing(case: str) -> 
         controller.start()
         controller.publish(manifest(0), source(0))
         controller.submit(job(0, count=10, n=4))
-        samples = list(controller.samples("train/0", 10))
+        samples = list(controller.samples("train/0", 60))
         assert len({sample.sample_id for sample in samples}) == len(samples) == 40
         assert {sample.generation.instance for sample in samples} == {"good"}
         run.wait_for(lambda: run.seen(EventKind.GONE, "hostile"))
@@ -276,7 +276,7 @@ def test_what_comes_after_a_failure_is_told_of_it() -> None:
     controller = Controller(SETTINGS, FENCE, world, reward_by_length, decode, lambda event: None)
     try:
         controller.start()
-        controller.wait_ready(10)
+        controller.wait_ready(60)
         controller._loop.call_soon_threadsafe(controller._core.fail, ControlError("on purpose"))
         with pytest.raises(ControlError, match="on purpose"):
             controller.submit(job(0))

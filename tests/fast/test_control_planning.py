@@ -135,13 +135,13 @@ def test_instances_answer_and_are_lost_while_a_plan_is_made(monkeypatch: pytest.
         run.controller.submit(job_of(0, count=4, n=4))
         run.controller.submit(job_of(1, count=4, n=4, min_version=0, predicted=[4.0, 1.0, 9.0, 2.0]))
         run.controller.submit(job_of(2, count=4, n=4, min_version=0))
-        assert len(list(run.controller.samples("train/0", 10))) == 16, "the loop is not held up"
+        assert len(list(run.controller.samples("train/0", 60))) == 16, "the loop is not held up"
         run.wait_for(lambda: seen)
         world.now("b").kill()
         run.wait_for(lambda: run.seen(EventKind.LOST, "b"))
         go_on.set()
         for iteration in (1, 2):
-            samples = list(run.controller.samples(f"train/{iteration}", 10))
+            samples = list(run.controller.samples(f"train/{iteration}", 60))
             assert len({sample.sample_id for sample in samples}) == len(samples) == 16
         assert [told.in_lines for told in run.controller.dispatched()] == [False, True, False]
         assert [[one.name for one in ready] for ready in seen] == [["a", "b"]]
@@ -156,4 +156,4 @@ def test_a_plan_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(ARRANGE, broken)
         run.controller.submit(job_of(0, count=2, predicted=[1.0, 2.0]))
         with pytest.raises(ZeroDivisionError, match="in the plan"):
-            list(run.controller.samples("train/0", 10))
+            list(run.controller.samples("train/0", 60))

@@ -63,7 +63,7 @@ def test_kill_and_stop_in_mid_batch(tmp_path: Path, weights: tuple[Manifest, Wei
         controller.start()
         controller.wait_ready(60)
         assert len(processes_of(tmp_path)) == 4
-        controller.publish(*weights).result(10)
+        controller.publish(*weights).result(60)
         controller.submit(job(0, count=150, n=4))
         samples = []
         for sample in controller.samples("train/0", 60):

@@ -55,8 +55,8 @@ def readers(
     others: list[RemoteController] = []
     try:
         leader.start()
-        leader.wait_ready(10)
-        leader.publish(manifest(0), source(0)).result(10)
+        leader.wait_ready(60)
+        leader.publish(manifest(0), source(0)).result(60)
         for reader in range(1, world_size):
             peer = Peer(leader.address, net.OPEN, FENCE, reader, world_size)
             others.append(RemoteController(settings, peer, lambda event: None))
@@ -83,7 +83,7 @@ def test_what_the_leader_predicts_counts_whoever_submits_first() -> None:
         leader.submit(replace(asked, predicted=[float(1 + place) for place in range(40)]))
         early.result(5)
         both = list(
-            threads.map(lambda c: [s.prompt.prompt_id for s in c.samples("train/0", 10)], (leader, other))
+            threads.map(lambda c: [s.prompt.prompt_id for s in c.samples("train/0", 60)], (leader, other))
         )
     assert both[0] == both[1] == [str(place) for place in reversed(range(40))]
 
@@ -96,10 +96,10 @@ def test_all_get_the_same_samples_in_the_same_order() -> None:
     """Whoever submits first; a job that is added at the last sample too; nothing is kept when all have it."""
 
     def consume(controller: RunController) -> list[str]:
-        controller.wait_ready(10)
+        controller.wait_ready(60)
         controller.submit(job(0, count=40))
         found: list[str] = []
-        for sample in controller.samples("train/0", 10):
+        for sample in controller.samples("train/0", 60):
             found.append(sample.sample_id)
             if len(found) == 160:
                 controller.submit(replace(job(1, count=1), job_id="train/0+0", min_version=0), into="train/0")
@@ -116,7 +116,7 @@ def test_all_get_the_same_samples_in_the_same_order() -> None:
         assert all_of_them[1].counters() == all_of_them[0].counters()
         probes = list(threads.map(lambda c: c.probe(0, prompts(2), SAMPLING), all_of_them))
         assert probes == [("probe/0/a", "probe/0/b")] * 3
-        answers = list(threads.map(lambda c: [s.sample_id for s in c.samples("probe/0/b", 5)], all_of_them))
+        answers = list(threads.map(lambda c: [s.sample_id for s in c.samples("probe/0/b", 60)], all_of_them))
         assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 2
 
 
@@ -125,7 +125,7 @@ def test_a_stop_is_at_one_place_for_all() -> None:
         found: list[str] = []
         try:
             controller.submit(job(0, count=100))
-            for sample in controller.samples("train/0", 10):
+            for sample in controller.samples("train/0", 60):
                 found.append(sample.sample_id)
                 if controller.reader == 1 and len(found) == 20:
                     controller.stop("SIGTERM")
@@ -158,7 +158,7 @@ def test_a_step_goes_when_all_said_the_same() -> None:
         ):
             both[1].acknowledge(replace(STEP, sequence=50, kind="apply"))
         with pytest.raises(ControlError, match="about to enter different things"):
-            waiting.result(5)
+            waiting.result(60)
         with pytest.raises(ControlError, match="about to enter different things"):
             both[0].submit(job(0))
 
@@ -188,7 +188,7 @@ def test_another_number_of_processes_is_refused() -> None:
             stranger.start()
             with pytest.raises(ControlError, match="process 2 of 3 connects to a controller of 2"):
                 for _ in range(100):
-                    stranger.wait_ready(5)
+                    stranger.wait_ready(60)
                     time.sleep(0.05)
         finally:
             stranger.close()

@@ -64,8 +64,8 @@ def leader_of_two() -> Iterator[Controller]:
     )
     try:
         leader.start()
-        leader.wait_ready(10)
-        leader.publish(manifest(0), source(0)).result(10)
+        leader.wait_ready(60)
+        leader.publish(manifest(0), source(0)).result(60)
         yield leader
     finally:
         leader.close()
@@ -128,9 +128,9 @@ def test_another_life_neither_acknowledges_nor_takes_samples() -> None:
             threads = [threading.Thread(target=c.acknowledge, args=(STEP,)) for c in (leader, own)]
             for thread in threads:
                 thread.start()
-            found = [[s.sample_id for s in c.samples("train/0", 10)] for c in (leader, own)]
+            found = [[s.sample_id for s in c.samples("train/0", 60)] for c in (leader, own)]
             for thread in threads:
-                thread.join(10)
+                thread.join(60)
                 assert not thread.is_alive()
             assert found[0] == found[1] and len(set(found[0])) == 16
 
@@ -251,7 +251,7 @@ def test_a_torn_message_is_told_by_its_field_and_changes_nothing() -> None:
             assert told in error.message, (what, error)
         with reached(leader.address) as own:
             own.submit(job(0, count=4))
-            found = [[s.sample_id for s in c.samples("train/0", 10)] for c in (leader, own)]
+            found = [[s.sample_id for s in c.samples("train/0", 60)] for c in (leader, own)]
         assert found[0] == found[1] and len(found[0]) == 16
 
 
@@ -261,9 +261,9 @@ def test_the_others_probe_what_the_leader_has_found_served() -> None:
         theirs = thread.submit(other.probe, 1, prompts(2), SAMPLING)
         time.sleep(0.2)
         assert not theirs.done()
-        leader.publish(manifest(1), source(1)).result(10)
-        assert leader.probe(1, prompts(2), SAMPLING) == theirs.result(5) == ("probe/1/a",)
-        found = [[s.sample_id for s in c.samples("probe/1/a", 5)] for c in (leader, other)]
+        leader.publish(manifest(1), source(1)).result(60)
+        assert leader.probe(1, prompts(2), SAMPLING) == theirs.result(60) == ("probe/1/a",)
+        found = [[s.sample_id for s in c.samples("probe/1/a", 60)] for c in (leader, other)]
         assert found[0] == found[1] and len(found[0]) == 2
 
 
@@ -336,7 +336,7 @@ def test_a_reward_is_not_blamed_for_that_time_either() -> None:
     release = threading.Event()
 
     def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
-        release.wait(10)
+        release.wait(60)
         return RewardResult(0.0)
 
     async def scene() -> None:
@@ -387,10 +387,10 @@ class Boaster(FaultyStream):
 def test_an_instance_has_the_version_that_it_was_given_whatever_it_says() -> None:
     with running(World(("a",), stream=Boaster)) as run:
         run.wait_for(lambda: run.controller.pool()[0].state is InstanceState.IDLE)
-        (report,) = run.publish(1).result(5)
+        (report,) = run.publish(1).result(60)
         assert (report.accepted, report.version) == (True, 1)
         run.controller.submit(job(1, count=2))
-        versions = {v.version for s in run.controller.samples("train/1", 5) for v in s.generation.versions}
+        versions = {v.version for s in run.controller.samples("train/1", 60) for v in s.generation.versions}
         assert versions == {1}
 
 
@@ -470,14 +470,14 @@ def scripted(
         await server.start()
         return server, address
 
-    server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    server, address = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
         with reached(address, reader=0, world=1, on_event=on_event) as remote:
             yield remote
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 
@@ -495,7 +495,7 @@ def test_a_stream_that_breaks_loses_and_doubles_nothing() -> None:
     service = Scripted([batch(0, 0, 1), grpc.StatusCode.UNAVAILABLE], [batch(0, 0, 1), batch(2, 2, 3), END])
     with scripted(service) as remote:
         remote.submit(job(0, count=1))
-        found = [sample.sample_id for sample in remote.samples("train/0", 10)]
+        found = [sample.sample_id for sample in remote.samples("train/0", 60)]
     assert found == [f"train/0/0/{number}" for number in range(4)]
 
 

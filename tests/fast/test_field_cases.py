@@ -573,7 +573,7 @@ def test_case_17_an_instance_killed_in_mid_batch_costs_no_sample_and_doubles_non
     with running(world) as run:
         run.controller.submit(job(0, count=25, n=4))
         found: Counter[str] = Counter()
-        for sample in run.controller.samples("train/0", 10):
+        for sample in run.controller.samples("train/0", 60):
             check_answer(sample.prompt, sample.generation)
             found[sample.sample_id] += 1
             if found.total() == 20:
@@ -624,9 +624,9 @@ def test_case_18_weights_are_pushed_before_the_first_prompt() -> None:
     world = World(("a",))
     with running(world, version=None) as run:
         run.controller.submit(job(3))
-        run.controller.wait_ready(10)
-        run.publish(3).result(10)
-        versions = [expand_runs(s.generation.versions) for s in run.controller.samples("train/3", 10)]
+        run.controller.wait_ready(60)
+        run.publish(3).result(60)
+        versions = [expand_runs(s.generation.versions) for s in run.controller.samples("train/3", 60)]
         assert set(np.concatenate(versions)) == {3}
         log = [line for line in world.now("a").engine.log if line != "forget"]
         assert log[0] == "update 3" and log[1].startswith("start train/3")
@@ -701,7 +701,7 @@ def test_case_20_the_finish_reason_is_kept_and_no_answer_passes_the_limit() -> N
         run.controller.submit(job(0, count=4, n=2))
         run.wait_for(lambda: world.now("a").engine.tokens_total > 20)
         world.now("a").kill()
-        found = list(run.controller.samples("train/0", 10))
+        found = list(run.controller.samples("train/0", 60))
     assert {len(sample.generation.token_ids) for sample in found} == {32}
     assert {sample.generation.finish_reason for sample in found} == {FinishReason.LENGTH}
     assert all(sampled_answer(sample).truncated for sample in found)
@@ -740,7 +740,7 @@ def test_case_22_bound_zero_means_the_trainers_own_version() -> None:
     with running(world) as run:
         for version in range(4):
             run.controller.submit(job(newest_admitted(version, 0, 10)))
-            found = list(run.controller.samples(f"train/{version}", 10))
+            found = list(run.controller.samples(f"train/{version}", 60))
             assert staleness_metrics(found, version)["training/staleness/max"] == 0.0
             assert {int(v) for s in found for v in expand_runs(s.generation.versions)} == {version}
             run.publish(version + 1)

@@ -721,13 +721,21 @@ def test_health_needs_no_token_and_follows_the_state() -> None:
 
 def test_an_update_that_another_life_overtook_is_not_served() -> None:
     async def scenario() -> None:
-        engine = FakeEngine(update_s=0.3)
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        class Held(FakeEngine):
+            async def update_weights(self, manifest: Manifest, blob: Path, **bounds: Any) -> UpdateReport:
+                begun.set()
+                await go_on.wait()
+                return await super().update_weights(manifest, blob, **bounds)
+
         source = WeightSource("/dev/shm/blob")
-        async with serving(engine) as (_, address):
+        async with serving(Held()) as (_, address):
             client = InstanceClient(address)
-            update = asyncio.create_task(client.update(manifest(7), source, in_flight=True, timeout_s=5))
-            await asyncio.sleep(0.1)
+            update = asyncio.create_task(client.update(manifest(7), source, in_flight=True, timeout_s=60))
+            await begun.wait()
             async with stream_to(address, Hello(Fence("run", 1), 0.05)):
+                go_on.set()
                 report = await update
                 assert (report.accepted, report.version) == (False, -1)
                 assert "superseded" in report.reason

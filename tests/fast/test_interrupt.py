@@ -103,7 +103,7 @@ def test_a_run_in_another_thread_takes_no_signals() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert entered
 
 

@@ -234,7 +234,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b"
         StopSignal().listening() as stop,
         Display("profile", console=Console(quiet=True)) as shown,
     ):
-        run.controller.wait_ready(10)
+        run.controller.wait_ready(60)
         config_json = Path(model) / "config.json"
         config_json.write_text(json.dumps(hf_config()))
         inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=90), model_dir=Path(model))
