@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 INTERRUPTED_EXIT_CODE: Final = 130
 
 _OVERRIDE_OPTION: Final = re.compile(r"--(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)+)(?P<value>=.*)?", re.DOTALL)
-_VALUE_MAY_BE_LEFT_OUT: Final = ("--resume",)
 _OVERRIDE_WORD: Final = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)
+_VALUE_MAY_BE_LEFT_OUT: Final = ("--resume",)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _unknown_option(name: str, option: str, takes_config: bool) -> str:
 
         key = option[2:].split("=")[0]
         remedy += f"; a key of the configuration is given with its section: {did_you_mean(key)}"
-    return f"streamrl {name} does not know {option}; {remedy}."
+    return f"streamrl {name} does not know {option.removesuffix('=')}; {remedy}."
 
 
 # --- commands -----------------------------------------------------------------------------------------------

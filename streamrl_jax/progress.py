@@ -312,15 +312,17 @@ class ConsoleSink:
 
     def __init__(self, display: Display) -> None:
         self._display = display
-        self._predicted = ""  # what was last said of predictions
+        self._predicts: bool | None = None  # what was last said
 
     def write(self, record: MetricRecord) -> None:
         """Shows the step's row, and tells when the lengths of answers begin to be predicted, and when they no longer
         are."""
         self._display.step(step_line(record))
-        if (said := prediction(record)) and said != self._predicted:
+        if (said := prediction(record)) and (
+            predicts := not record.number("ranker/unpredicted")
+        ) != self._predicts:
             self._display.note(said)
-            self._predicted = said
+            self._predicts = predicts
 
     def close(self) -> None:
         """The display is closed by whoever opened it."""

@@ -277,7 +277,7 @@ class InstanceStatus:
     running: int = 0
     waiting: int = 0
     tokens_since_last: int = 0
-    engine_age_s: float = 0.0  # since the engine itself, not its API process, last answered
+    engine_age_s: float = 0.0  # for which the engine itself, not its API process, has owed an answer
     steps_total: int = 0  # steps of the engine that sampled a token, since it started
     message: str = ""  # of FAILED: why
     phase: str = ""  # of LOADING: what it is doing

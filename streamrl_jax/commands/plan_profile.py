@@ -26,6 +26,7 @@ from streamrl_jax.ranker.collect import writing
 from streamrl_jax.ranker.cost import MEDIAN, Conditions, PrefillPoint, Profile, StepPoint, write_cost
 from streamrl_jax.ranker.cost_fit import fit, held_out_error
 from streamrl_jax.ranker.hardware import ModelShape
+from streamrl_jax.setup.devices import instance_names
 from streamrl_jax.setup.serving import UNSCORED, Served, serving
 from streamrl_jax.setup.step_cost import value_bytes
 from streamrl_jax.types import Prompt, Sample, Sampling
@@ -152,11 +153,13 @@ def chosen(views: Sequence[InstanceView], name: str) -> tuple[InstanceView, ...]
 def conditions(cfg: Config, views: Sequence[InstanceView], wanted: Wanted, shape: ModelShape) -> Conditions:
     """What the profile holds for."""
     names = ", ".join(view.name for view in views)
+    # An endpoint is in no pool; of it the default pool's keys speak.
+    pool = dict(instance_names(cfg)).get(views[0].name)
     return Conditions(
         model=cfg.model.path,
         dtype=cfg.gen.dtype,
         device=", ".join(cfg.gen.devices) or "automatic",
-        tensor_parallel=cfg.gen.tensor_parallel_size,
+        tensor_parallel=(pool or cfg.gen).tensor_parallel_size,
         engine=_engine(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         note=f"{names} alone" if wanted.instance else f"{names} at the same time",

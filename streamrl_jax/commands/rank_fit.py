@@ -110,6 +110,8 @@ def evaluate(directory: Path, lengths: Path, against: Against) -> None:
     predictors["random"] = chance.permutation(len(samplings.rows)).astype(np.float64)
     console = Console(width=max(Console().width, _WIDTH))
     console.print(_described(samplings), highlight=False, soft_wrap=True)
+    if not len(ranker.met):
+        console.print("note: this ranker does not record which prompts it was fitted to", style="yellow")
     if met := int(np.isin(digests(samplings.rows), ranker.met).sum()):
         console.print(
             f"note: {met} of these prompts are among those that the ranker was fitted to or chosen by; what follows "

@@ -167,10 +167,10 @@ class ControllerCore:
                 instance that may answer has left.
         """
         self.check()
-        if job.pinned and not self.pool.holds(job.pinned):
-            raise ControlError(f"job {job.job_id} is for {job.pinned} alone, which is not in the pool")
         if not self._once.first(f"job {job.job_id}", reader, digest):
             return
+        if job.pinned and not self.pool.holds(job.pinned):
+            raise ControlError(f"job {job.job_id} is for {job.pinned} alone, which is not in the pool")
         outbox = self._way(into) if into else self._open_way(job.job_id)
         self.work.open(job, outbox)
         if into:

@@ -333,7 +333,7 @@ class Instance:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             now = time.monotonic()
             if now - due > min(_LATE_S, self._settings.lease_s / 4):
-                self._lease.forgive(now - due)
+                self._lease.forgive(now - due, now)
             due = now + min(_TICK_S, self._settings.lease_s / 4)
             check_process(launched)
             held = self._shared.work.ledger.held_count(self.name)

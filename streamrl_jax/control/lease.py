@@ -106,12 +106,15 @@ class Lease:
         self._moved = now
         self._claimed = 0
 
-    def forgive(self, seconds: float) -> None:
-        """Shifts every limit by the time in which this process itself was stopped and could not listen."""
-        self._heard += seconds
-        self._moved += seconds
-        self._resumed += seconds
-        self._state_since += seconds
+    def forgive(self, seconds: float, now: float) -> None:
+        """Shifts every limit by the time in which this process itself was stopped and could not listen.
+
+        What has come since is not shifted into the future.
+        """
+        self._heard = min(now, self._heard + seconds)
+        self._moved = min(now, self._moved + seconds)
+        self._resumed = min(now, self._resumed + seconds)
+        self._state_since = min(now, self._state_since + seconds)
 
     def verdict(self, now: float, held: int, most_tokens: Callable[[], int | None] = lambda: None) -> str:
         """Says why the instance must be taken for dead.

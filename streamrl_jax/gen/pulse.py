@@ -1,4 +1,4 @@
-"""How long ago the engine itself gave a sign of life."""
+"""For how long the engine itself has owed an answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Pulse:
     def age_s(self) -> float:
         """Seconds for which an answer has been missing; 0 between two questions, and while the engine is excused.
 
-        So what stood still together with this process, as when a whole machine is suspended, is not taken for silent.
+        So an engine that stood still together with this process, as when a whole machine is, is not taken for silent
+        because of the rest before its next question.
         """
         if self._asked_s is None:
             return 0.0

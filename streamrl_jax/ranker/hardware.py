@@ -259,6 +259,10 @@ def _products(shape: ModelShape, bandwidth: float, flops: float) -> Ramp:
     return Ramp(values[0], tuple(knots), tuple(slopes))
 
 
+_DTYPES: Final = {2: "bfloat16", 4: "float32"}
+"""What ``gen.dtype`` may be, by the bytes of a value."""
+
+
 def named_cost(cost: str, config_json: Path, value_bytes: int = 2, tensor_parallel: int = 1) -> TokenLatency:
     """What `dispatch.cost` names.
 
@@ -292,24 +296,31 @@ def named_cost(cost: str, config_json: Path, value_bytes: int = 2, tensor_parall
     return profile.cost
 
 
+_SMALL: Final = ("vocab_size", "value_bytes")
+"""Fields of a shape that a step's cost hardly depends on (it is padded here and there), or that are held apart."""
+
+
 def _check_same(
     cost: str, measured: Conditions, config_json: Path, value_bytes: int, tensor_parallel: int
 ) -> None:
-    """Refuses a profile of something else than what is served: its steps would be too quick or too slow by a factor."""
+    """Refuses a profile of something else than what is served: its steps would be too quick or too slow by a factor.
+
+    A checkpoint that is still to be fetched has no configuration to compare with: a dry run asks for it too.
+    """
     faults: list[str] = []
     if measured.tensor_parallel != tensor_parallel:
-        faults.append(
-            f"gen.tensor_parallel_size is {tensor_parallel}, and it was measured with {measured.tensor_parallel}"
-        )
-    if measured.shape:
+        faults.append(f"gen.tensor_parallel_size is {tensor_parallel}, there {measured.tensor_parallel}")
+    if measured.dtype != (dtype := _DTYPES.get(value_bytes)):
+        faults.append(f"gen.dtype is {dtype}, there {measured.dtype}")
+    if measured.shape and config_json.is_file():
         served = asdict(ModelShape.from_config_json(config_json, value_bytes))
         faults += [
-            f"{config_json.parent} has {name} = {value}, and what was measured {measured.shape.get(name)}"
-            for name, value in served.items()
-            if measured.shape.get(name) != value
+            f"{config_json} says {name} = {served[name]}, there {value}"
+            for name, value in measured.shape.items()
+            if name in served and name not in _SMALL and served[name] != value
         ]
     if faults:
         raise UserError(
-            f"dispatch.cost = {cost!r} is a profile of {measured.model} in {measured.dtype}: {'; '.join(faults)}. "
-            "Measure what is served: streamrl plan profile"
+            f"dispatch.cost = {cost!r} is a profile of something else ({measured.model}): {'; '.join(faults)}. Measure "
+            "what is served with streamrl plan profile; where endpoints serve, let these keys say what they are"
         )

@@ -12,6 +12,8 @@ from jaxtyping import UInt64
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.lengths import ObservedLengths
 
+Digests = UInt64[np.ndarray, " prompts"]
+
 FEWEST_PROMPTS: Final = 16
 
 _HASHES: Final = 2**64
@@ -56,8 +58,8 @@ def split(
     return ordered[count:], ordered[:count]
 
 
-def digests(prompts: Iterable[ObservedLengths]) -> UInt64[np.ndarray, " prompts"]:
-    """What a ranker keeps of the prompts that it has met, to know them again: 8 bytes each, in no order, each once."""
+def digests(prompts: Iterable[ObservedLengths]) -> Digests:
+    """What a ranker keeps of the prompts that it has met, to know them again: 8 bytes each, sorted, each once."""
     return np.unique(np.fromiter((_hash(row, "met") for row in prompts), np.uint64))
 
 

@@ -163,7 +163,8 @@ def measures(said: Predicted | None, rows: Sequence[ObservedLengths]) -> dict[st
     }
     names = ("ranker/recall_20", "ranker/kendall_tau", "ranker/log_error")
     if said is None or tokens is None:
-        return found | dict.fromkeys(names, Missing(said.why if said is not None else "not predicted"))
+        why = said.why if said is not None else "it began before anything could be said"
+        return found | dict.fromkeys(names, Missing(why))
     places = [place for place, prompt_id in enumerate(ids) if base_id(prompt_id) in known]
     if not places:
         return found | dict.fromkeys(names, Missing("none of its prompts was answered"))

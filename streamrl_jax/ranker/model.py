@@ -21,11 +21,12 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, UInt64
+from jaxtyping import Array, Float, Float32, Int
 
 from streamrl_jax.bridge import names
 from streamrl_jax.errors import UserError
 from streamrl_jax.ranker.calibrate import Calibration
+from streamrl_jax.ranker.held_back import Digests
 from streamrl_jax.train.arch import Arch, arch_from_hf
 from streamrl_jax.train.families import HEADS
 from streamrl_jax.train.hf import load_params, save_params
@@ -35,8 +36,6 @@ from streamrl_jax.train.models import Compute, Model, Params
 from streamrl_jax.types import TokenIds
 
 Size = Literal["tiny", "small"]
-
-Digests = UInt64[np.ndarray, " prompts"]
 
 RANKER_FILE: Final = "ranker.json"
 _MET_FILE: Final = "met.npy"

@@ -62,7 +62,7 @@ def serving(
 ) -> Iterator[Served]:
     """Starts the instances that ``gen`` describes, brings them the checkpoint's weights, and waits for them.
 
-    Nothing is left behind: logs and weights lie in a temporary directory. Of one that failed the logs are kept.
+    Logs and weights lie in a temporary directory. Nothing is left behind but the logs of one that failed.
 
     Args:
         cfg: ``model``, ``data``, ``gen``, ``control``, ``bridge``, ``security`` and ``reward`` are read.
@@ -116,9 +116,12 @@ def scratch(title: str) -> Iterator[Path]:
         raise
     finally:
         if failed:
-            for path in set(folder.iterdir()) - {logs}:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
             print(f"streamrl: note: the logs of what failed are kept: {logs}", file=sys.stderr)
+            for path in set(folder.iterdir()) - {logs}:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:  # a process that is ending may take its own away
+                    path.unlink(missing_ok=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
 

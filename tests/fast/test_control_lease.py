@@ -90,9 +90,18 @@ def test_failed_says_why() -> None:
 def test_own_absence_is_forgiven() -> None:
     """Were this process stopped for a minute, every instance would look dead."""
     lease = lived([(5, beat(InstanceState.GENERATING, tokens=1))])
-    lease.forgive(60)
+    lease.forgive(60, 66)
     assert lease.verdict(84, held=1) == ""
     assert lease.verdict(86, held=1) != ""
+
+
+def test_what_came_after_an_absence_is_not_shifted_into_the_future() -> None:
+    lease = lived(
+        [(5, beat(InstanceState.GENERATING, tokens=1)), (66, beat(InstanceState.GENERATING, tokens=1))]
+    )
+    lease.forgive(60, 66)
+    assert lease.verdict(86, held=1) == ""
+    assert "nothing was heard for 20.5 s" in lease.verdict(86.5, held=1)
 
 
 # ---------------------------------------------------------------- what an instance claims

@@ -21,6 +21,7 @@ from streamrl_jax.cli import main
 from streamrl_jax.commands import plan_profile
 from streamrl_jax.commands.plan_profile import Profiler, Wanted, chosen
 from streamrl_jax.config import Config
+from streamrl_jax.config_generation import GenPoolSection, GenSection
 from streamrl_jax.control.events import InstanceView
 from streamrl_jax.errors import UserError
 from streamrl_jax.interrupt import StopSignal
@@ -43,7 +44,7 @@ from streamrl_jax.plan.profile import (
 )
 from streamrl_jax.progress import Display
 from streamrl_jax.ranker.cost import Ramp, StepPoint, TokenLatency, read_cost
-from streamrl_jax.ranker.hardware import named_cost
+from streamrl_jax.ranker.hardware import ModelShape, named_cost
 from streamrl_jax.setup.serving import Served
 from streamrl_jax.types import (
     Assignment,
@@ -265,7 +266,7 @@ def test_a_profile_finds_what_steps_cost(
     with profiled(monkeypatch) as config_json:
         profile = plan_profile.run(config(), tmp_path / "cost.json", wanted)
         assert named_cost(str(tmp_path / "cost.json"), config_json, 4) == profile.cost
-        with pytest.raises(UserError, match="has value_bytes = 2, and what was measured 4"):
+        with pytest.raises(UserError, match=r"gen\.dtype is bfloat16, there float32"):
             named_cost(str(tmp_path / "cost.json"), config_json, 2)
     assert read_cost(tmp_path / "cost.json") == profile
     batches, contexts = np.meshgrid([1, 3, 8], [30, 300])
@@ -316,6 +317,15 @@ def test_a_later_round_goes_without_a_cell_whose_answers_do_not_run_at_once(
     assert {cell.batch: len(points) for cell, points in measured.cells.items()} == {1: 2, 2: 1, 3: 2}
     (note,) = notes
     assert note.startswith("round 2 goes without a cell: batch 2, context 60: in 4 tries")
+
+
+def test_a_profile_says_how_many_gpus_the_instance_of_a_pool_has() -> None:
+    pools = [GenPoolSection(name="big", tensor_parallel_size=4)]
+    cfg = config().model_copy(update={"gen": GenSection(pools=pools)})
+    for name, parallel in (("big-0", 4), ("instance-0", 1), ("endpoint-0", 1)):
+        views: Any = [SimpleNamespace(name=name)]
+        shape = ModelShape(90, 64, 2, 4, 2, 16, 96)
+        assert plan_profile.conditions(cfg, views, Wanted(), shape).tensor_parallel == parallel
 
 
 def test_no_further_round_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

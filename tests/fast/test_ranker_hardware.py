@@ -147,17 +147,22 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     shape = ModelShape.from_config_json(path, 4)
     said = Conditions("toy", "float32", "cpu:0", 1, "vllm", "2026-11-30", shape=asdict(shape))
     cost = tmp_path / "cost.json"
-    write_cost(cost, Profile(roofline(QWEN_7B, GPUS["A100"]), said, (), (), HeldOut(0, 0.0, 0.0)))
-    assert named_cost(str(cost), path, 4) == roofline(QWEN_7B, GPUS["A100"])
+    measured = roofline(QWEN_7B, GPUS["A100"])
+    write_cost(cost, Profile(measured, said, (), (), HeldOut(0, 0.0, 0.0)))
+    assert named_cost(str(cost), path, 4) == measured
     with pytest.raises(
-        UserError, match=r"is a profile of toy in float32: .* has value_bytes = 2, and .* 4\."
+        UserError, match=r"of something else \(toy\): gen\.dtype is bfloat16, there float32\. Meas"
     ):
         named_cost(str(cost), path, 2)
+    config(tmp_path, vocab_size=128)  # padded
+    assert named_cost(str(cost), path, 4) == measured
     config(tmp_path, num_hidden_layers=shape.layers + 1)
     with pytest.raises(
-        UserError, match=rf"has layers = {shape.layers + 1}, and what was measured {shape.layers}"
+        UserError, match=rf"config\.json says layers = {shape.layers + 1}, there {shape.layers}\. "
     ):
         named_cost(str(cost), path, 4)
+    path.unlink()  # a dry run, before the checkpoint is fetched
+    assert named_cost(str(cost), path, 4) == measured
 
 
 def test_a_cost_is_found_by_name(tmp_path: Path) -> None:
@@ -169,10 +174,8 @@ def test_a_cost_is_found_by_name(tmp_path: Path) -> None:
     said = Conditions("toy", "float32", "cpu:0", 1, "vllm", "2026-11-30")
     measured = roofline(QWEN_7B, GPUS["A100"])
     write_cost(tmp_path / "cost.json", Profile(measured, said, (), (), HeldOut(0, 0.0, 0.0)))
-    assert named_cost(str(tmp_path / "cost.json"), path) == measured
-    with pytest.raises(
-        UserError, match=r"gen\.tensor_parallel_size is 2, and it was measured with 1\. Measure"
-    ):
+    assert named_cost(str(tmp_path / "cost.json"), path, 4) == measured
+    with pytest.raises(UserError, match=r"gen\.tensor_parallel_size is 2, there 1\. Measure"):
         named_cost(str(tmp_path / "cost.json"), path, 4, 2)
     with pytest.raises(
         UserError, match=r"dispatch\.cost = 'H9000' is neither a file nor a GPU .*H800, H20, H100"

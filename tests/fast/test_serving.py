@@ -16,6 +16,7 @@ def fill(folder: Path) -> None:
     (folder / "weights").mkdir()
     (folder / "weights" / "step_0").write_bytes(b"0" * 1000)
     (folder / "control.sock").touch()
+    (folder / "link").symlink_to(folder / "weights")
 
 
 @pytest.fixture(autouse=True)
