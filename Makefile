@@ -34,7 +34,7 @@ test-fast: env ## the inner loop: tests without vLLM (6 minutes)
 	$(call step,fast tests,$(BIN)/pytest -q tests/fast -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS))
 
 test-chaos: env ## faults against real services in real processes (3 minutes)
-	$(call step,chaos tests,$(BIN)/pytest -q tests/chaos -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS))
+	$(call step,chaos tests,$(BIN)/pytest -q tests/chaos -n $(WORKERS) --dist loadfile $(PYTEST_ARGS))
 
 test-engine: env ## the tests on real vLLM engines
 	$(call step,engine tests,$(BIN)/pytest -q tests/engine $(PYTEST_ARGS))
