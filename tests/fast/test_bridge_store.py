@@ -26,7 +26,7 @@ from streamrl_jax.types import Fence, Manifest
 
 FENCE = Fence("store-test", 3)
 TOKEN = "secret"
-QUICK = Patience(stall_s=0.3, attempts=3, pause_s=0.01)
+QUICK = Patience(stall_s=2.0, attempts=3, pause_s=0.01)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class FaultyStore(rpc.WeightStoreServicer):
             yield chunk
 
 
-async def _pull_from(faulty: FaultyStore, manifest: Manifest, landing: Path, timeout_s: float = 20.0) -> Path:
+async def _pull_from(faulty: FaultyStore, manifest: Manifest, landing: Path, timeout_s: float = 60.0) -> Path:
     server = grpc.aio.server()
     rpc.add_WeightStoreServicer_to_server(faulty, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -269,7 +269,8 @@ def test_a_transfer_without_prospect_ends_with_its_reason_and_leaves_nothing(
 ) -> None:
     faulty = FaultyStore(ready.path.read_bytes(), script)
     with pytest.raises(PullError, match=told):
-        asyncio.run(_pull_from(faulty, ready.manifest, landing, timeout_s=1.0))
+        timeout_s = 1.0 if script is _never else 60.0
+        asyncio.run(_pull_from(faulty, ready.manifest, landing, timeout_s))
     assert not list(landing.iterdir())
 
 
@@ -277,7 +278,7 @@ def test_a_version_is_sent_to_its_end_when_it_is_removed_meanwhile(ready: Ready,
     data = ready.path.read_bytes()
     with grpc.insecure_channel(address) as channel:
         request = pb.FetchRequest(fence=codec.fence_to_proto(FENCE), version=5)
-        stream = rpc.WeightStoreStub(channel).Fetch(request, metadata=net.bearer(TOKEN), timeout=10)
+        stream = rpc.WeightStoreStub(channel).Fetch(request, metadata=net.bearer(TOKEN), timeout=60)
         first = next(stream)
         ready.path.unlink()
         assert first.data + b"".join(chunk.data for chunk in stream) == data
@@ -286,10 +287,10 @@ def test_a_version_is_sent_to_its_end_when_it_is_removed_meanwhile(ready: Ready,
 def test_several_pull_at_once(ready: Ready, address: str, landing: Path) -> None:
     async def all_of_them() -> tuple[Path, Path]:
         one = pull(
-            address, ready.manifest, 20.0, access=net.Access(TOKEN), directories=[landing], patience=QUICK
+            address, ready.manifest, 60.0, access=net.Access(TOKEN), directories=[landing], patience=QUICK
         )
         two = pull(
-            address, ready.manifest, 20.0, access=net.Access(TOKEN), directories=[landing], patience=QUICK
+            address, ready.manifest, 60.0, access=net.Access(TOKEN), directories=[landing], patience=QUICK
         )
         return await asyncio.gather(one, two)
 
