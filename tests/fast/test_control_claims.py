@@ -99,9 +99,9 @@ def test_a_claim_does_not_stand_in_for_answers(claim: str) -> None:
     with running(world, control) as run:
         run.controller.submit(job(0, count=10, n=4))
         began = time.monotonic()
-        assert len(list(run.controller.samples("train/0", 40))) == 40
-        run.wait_for(lambda: run.seen(EventKind.LOST, "a"), 40)
+        assert len(list(run.controller.samples("train/0", 120))) == 40
+        run.wait_for(lambda: run.seen(EventKind.LOST, "a"), 120)
         lost = run.seen(EventKind.LOST, "a")
         assert REASONS[claim] in lost[0].text
         bound_s = 2 * control.lease_s + 1.0 + control.update_timeout_s
-        assert time.monotonic() - began < bound_s + 5.0, "and 5 s for a busy machine"
+        assert time.monotonic() - began < bound_s + 30.0, "and 30 s for a busy machine"
