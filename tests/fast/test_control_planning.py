@@ -70,7 +70,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, seen: list[tuple[Ready, ...]]) -> t
     def slow(asked: Job, how: DispatchSettings, ready: tuple[Ready, ...], *rest: Any) -> Arrangement:
         if asked.predicted is not None:
             seen.append(ready)
-            assert go_on.wait(20)
+            assert go_on.wait(100)
         return arrange(asked, how, ready, *rest)
 
     monkeypatch.setattr(ARRANGE, slow)
@@ -99,7 +99,7 @@ def test_the_loop_goes_on_and_no_job_overtakes_one_that_is_planned(monkeypatch: 
         began = time.monotonic()
         for _ in range(20):
             await asyncio.sleep(0.001)
-        assert time.monotonic() - began < 5 and scene.taken() == [] and scene.pumped == 0
+        assert time.monotonic() - began < 30 and scene.taken() == [] and scene.pumped == 0
         scene.work.submit(replace(job(6, probe=True, priority=-9, pinned="a"), job_id="probe/6"))
         assert scene.taken() == ["probe/6/0/0", "probe/6/1/0"]
         go_on.set()

@@ -518,7 +518,7 @@ def test_what_is_no_way_of_samples_ends_the_run_at_once(what: str) -> None:
         begun = time.monotonic()
         with pytest.raises(ControlError, match=told):
             list(remote.samples("train/0", 60))
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from streamrl_jax.gen.launch.local import exit_reason, log_tail
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
 from streamrl_jax.types import Fence, InstanceState
 
-GONE_WITHIN_S = 15.0
+GONE_WITHIN_S = 60.0
 
 
 def launcher(run_dir: Path, model: str = "", grace_s: float = 5.0, python: str = "") -> LocalLauncher:

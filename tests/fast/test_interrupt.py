@@ -32,7 +32,7 @@ from .job_world import (
     write_world,
 )
 
-SOON_S = 30.0
+SOON_S = 120.0
 
 
 # ---------------------------------------------------------------- the signal itself
