@@ -158,7 +158,7 @@ def test_no_sequence_of_messages_ends_an_instance() -> None:
     async def scenario() -> None:
         service = GenerationService(engine(), Identity("a", 2, "host"))
         async with served(service) as (address, channel):
-            await one_stream(channel, [hello, *(one.SerializeToString() for one in valid[:2])], Counter())
+            await one_stream(channel, [hello, *(one.SerializeToString() for one in valid[:2])], seen, 0.5)
             before = resident_mib()
             for case in range(CASES):
                 greeting = hello if rng.random() < 0.85 else mutate(valid[6], rng)
