@@ -70,7 +70,7 @@ with_progress() {
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1
         (( (SECONDS - started) % ${PROGRESS_EVERY_S:-5} == 0 )) || continue
-        count=$(find "$SITE" -maxdepth 1 -name '*.dist-info' ! -name 'pip-*' | wc -l)
+        count=$(find "$SITE" -maxdepth 1 -name '*.dist-info' ! -name 'pip-*' | wc -l || true)
         line=$(grep -oE '^(Collecting|Downloading|Installing|Building|Preparing) [^ ]*' "$LOG" | tail -n 1 || true)
         [[ $line == "Installing collected" ]] && line="unpacking"
         say "$(printf '%4d s  %s: %s, %d of %d in place' $((SECONDS - started)) "$what" "${line:-starting}" "$count" "$TOTAL")"
@@ -105,7 +105,8 @@ install_wheels() {
 can_compile() {
     local include
     include=$("$PY" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-    echo '#include <Python.h>' | "${CC:-cc}" -E -I"$include" - >/dev/null 2>&1
+    # Not a pipe: under pipefail a compiler that ends before all is written would count as none.
+    "${CC:-cc}" -E -I"$include" - >/dev/null 2>&1 <<<'#include <Python.h>'
 }
 
 # reasoning-gym imports three small packages that publish no wheel, one of them in C. Only its tasks need them, so a

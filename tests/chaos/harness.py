@@ -29,14 +29,14 @@ from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen.launch import Launcher, LocalLauncher
 from streamrl_jax.gen.options import EngineOptions, InstanceSpec
 from streamrl_jax.types import Fence, Manifest, Sample, WeightSource
-from tests.fast.control_world import CALM, FENCE, check_answer, decode, job, reward_by_length
+from tests.fast.control_world import FENCE, SETTINGS, check_answer, decode, job, reward_by_length
 
 LEASE_S = 2.0
 _NAP_S = 0.05
 TICK_S = LEASE_S / 4  # between two judgements (`control.instance`)
 SLACK_S = 5.0  # on every bound, beside the pauses of a busy machine (`Pauses`)
 
-CHAOS = replace(CALM, start_timeout_s=180, lease_s=30.0, heartbeat_interval_s=0.1, max_restarts=20)
+CHAOS = replace(SETTINGS, start_timeout_s=180, lease_s=30.0, heartbeat_interval_s=0.1, max_restarts=20)
 """Only the faults that a test makes are noticed: a busy machine is not taken for one."""
 MEASURED = replace(CHAOS, lease_s=LEASE_S)
 """Where the lease is what is measured."""

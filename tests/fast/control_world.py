@@ -51,25 +51,18 @@ FENCE = Fence("run", 0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32, stop_token_ids=(0,), seed=5)
 
 SETTINGS = ControlSettings(
-    start_timeout_s=5,
-    heartbeat_interval_s=0.05,
-    lease_s=1.0,
-    max_restarts=3,
-    update_timeout_s=5,
-    drain_timeout_s=5,
-    reward_timeout_s=5,
-    close_timeout_s=10,
-)
-CALM = replace(
-    SETTINGS,
     start_timeout_s=60,
+    heartbeat_interval_s=0.05,
     lease_s=20.0,
+    max_restarts=3,
     update_timeout_s=60,
     drain_timeout_s=60,
     reward_timeout_s=60,
     close_timeout_s=60,
 )
-"""Where nothing hangs: a busy machine is not taken for a dead instance."""
+"""A busy machine is not taken for a dead instance."""
+HASTY = replace(SETTINGS, lease_s=1.0)
+"""For what is found out by a lease that runs out."""
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:

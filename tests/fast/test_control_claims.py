@@ -13,7 +13,7 @@ from streamrl_jax.control.events import EventKind
 from streamrl_jax.proto import streamrl_pb2 as pb
 from tests.fakes import FakeEngine, FaultyStream, one_by_one
 
-from .control_world import SETTINGS, World, job, running
+from .control_world import HASTY, SETTINGS, World, job, running
 
 
 def slow(name: str, life: int) -> FakeEngine:
@@ -23,12 +23,12 @@ def slow(name: str, life: int) -> FakeEngine:
 def test_a_stopped_engine_behind_a_living_endpoint_gets_nothing_until_it_answers() -> None:
     """Nobody may restart it; were it greeted again at once, it would take samples at each lease and lose them."""
     world = World(("a", "b"), slow, managed=False)
-    with running(world) as run:
+    with running(world, HASTY) as run:
         run.controller.submit(job(0, count=60, n=4))
         world.now("a").hang()
         run.wait_for(lambda: run.seen(EventKind.LOST, "a"))
         lost = time.monotonic()
-        while time.monotonic() < lost + 2 * SETTINGS.lease_s:
+        while time.monotonic() < lost + 2 * HASTY.lease_s:
             assert run.controller.pool()[0].held == 0
             time.sleep(0.05)
         assert len(run.seen(EventKind.LOST, "a")) == 1
@@ -95,7 +95,7 @@ def test_a_claim_does_not_stand_in_for_answers(claim: str) -> None:
     """Whatever it says in its heartbeats, its samples go to the other one within the bounds of `control.lease`."""
     world = World(("a", "b"), slow, lambda name, life: {"claim": claim if name == "a" else ""}, Liar)
     # A flood is counted in messages. On a busy machine it holds up the tokens behind it, which is not to be seen first.
-    control = replace(SETTINGS, lease_s=20.0) if claim == "flood" else SETTINGS
+    control = SETTINGS if claim == "flood" else replace(HASTY, update_timeout_s=5.0)
     with running(world, control) as run:
         run.controller.submit(job(0, count=10, n=4))
         began = time.monotonic()

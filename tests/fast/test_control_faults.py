@@ -24,6 +24,7 @@ from streamrl_jax.types import Fence, Generation, Prompt, Sample, expand_runs
 from tests.fakes import FakeEngine
 from tests.fast.control_world import (
     FENCE,
+    HASTY,
     SETTINGS,
     Run,
     World,
@@ -107,7 +108,7 @@ def test_dead_engine_behind_a_living_process() -> None:
 def test_hung_engine_is_noticed_within_the_stated_bound() -> None:
     """Heartbeats go on, tokens and pings do not: within lease_s and two ticks (1.5 s) it is dead."""
     world = World(("a", "b"), slow)
-    with running(world) as run:
+    with running(world, HASTY) as run:
         run.controller.submit(job(0, count=25, n=4))
         at: list[float] = []
 
@@ -128,16 +129,16 @@ def test_hung_engine_is_noticed_within_the_stated_bound() -> None:
 
 def test_an_instance_that_was_idle_for_long_gets_the_whole_lease_for_its_first_token() -> None:
     """The trainer compiles for longer than gen.lease_s; then work comes, and a busy machine answers late."""
-    with running(World(("a",))) as run:
-        time.sleep(1.2 * SETTINGS.lease_s)
-        run.world.loop.call_soon_threadsafe(time.sleep, 0.4 * SETTINGS.lease_s)
+    with running(World(("a",)), HASTY) as run:
+        time.sleep(1.2 * HASTY.lease_s)
+        run.world.loop.call_soon_threadsafe(time.sleep, 0.4 * HASTY.lease_s)
         run.controller.submit(job(0, count=1, n=4))
         assert len(list(run.controller.samples("train/0", 60))) == 4
         assert not run.seen(EventKind.LOST)
 
 
 def test_hung_idle_engine_is_noticed_too() -> None:
-    with running(World(("a",), slow)) as run:
+    with running(World(("a",), slow), HASTY) as run:
         run.world.now("a").hang()
         run.wait_for(lambda: run.seen(EventKind.LOST))
         assert "its engine did not answer" in run.seen(EventKind.LOST)[0].text

@@ -39,7 +39,7 @@ from tests.fakes import fake_logprob
 
 from .control_world import (
     FENCE,
-    SETTINGS,
+    HASTY,
     JoinedLauncher,
     Run,
     World,
@@ -194,7 +194,7 @@ def test_nonsense_costs_an_endpoint_its_place_and_the_run_nothing(case: str) -> 
     address = world.call(hostile.start())
     launcher = JoinedLauncher([world, StaticLauncher({"hostile": address})])
     events: list[ControlEvent] = []
-    settings = replace(SETTINGS, max_restarts=1, start_timeout_s=1.0)
+    settings = replace(HASTY, max_restarts=1, start_timeout_s=1.0)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, events.append)
     run = Run(world, controller, events)
     try:
@@ -235,7 +235,7 @@ def test_one_that_greets_and_breaks_off_again_and_again_is_not_spun_around() -> 
     hostile._generate = short  # type: ignore[method-assign]
     address = world.call(hostile.start())
     launcher = JoinedLauncher([world, StaticLauncher({"hostile": address})])
-    controller = Controller(SETTINGS, FENCE, launcher, reward_by_length, decode, lambda event: None)
+    controller = Controller(HASTY, FENCE, launcher, reward_by_length, decode, lambda event: None)
     try:
         controller.start()
         Run(world, controller, []).wait_for(lambda: hostile.streams > 2)
@@ -273,7 +273,7 @@ def test_a_call_whose_answer_cannot_be_read_names_the_instance(status: bytes) ->
 def test_what_comes_after_a_failure_is_told_of_it() -> None:
     """A job or a version that is handed over at the moment of the failure must not be waited for."""
     world = World(("a",))
-    controller = Controller(SETTINGS, FENCE, world, reward_by_length, decode, lambda event: None)
+    controller = Controller(HASTY, FENCE, world, reward_by_length, decode, lambda event: None)
     try:
         controller.start()
         controller.wait_ready(60)

@@ -21,7 +21,7 @@ from streamrl_jax.types import Manifest, WeightSource
 from tests.chaos.harness import version_zero
 from tests.fast.control_world import (
     FENCE,
-    SETTINGS,
+    HASTY,
     check_answer,
     decode,
     job,
@@ -57,7 +57,7 @@ def test_kill_and_stop_in_mid_batch(tmp_path: Path, weights: tuple[Manifest, Wei
     ]
     launcher = LocalLauncher(specs, tmp_path, module="tests.fake_instance", grace_s=0.5)
     events: list[ControlEvent] = []
-    settings = replace(SETTINGS, start_timeout_s=60, lease_s=2.0, heartbeat_interval_s=0.1)
+    settings = replace(HASTY, start_timeout_s=60, lease_s=2.0, heartbeat_interval_s=0.1)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, events.append)
     try:
         controller.start()

@@ -45,7 +45,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine, fake_token
 
-from .control_world import FENCE, SETTINGS, JoinedLauncher, World, decode, job, reward_by_length, source
+from .control_world import FENCE, HASTY, JoinedLauncher, World, decode, job, reward_by_length, source
 from .control_world import manifest as control_manifest
 from .mutations import RUN, manifest, mutate, requests, responses
 
@@ -427,7 +427,7 @@ def test_a_hostile_instance_costs_a_run_nothing_but_itself(seed: int) -> None:
     hostile.honest = 0.95
     address = world.call(hostile.start(net.OPEN))
     launcher = JoinedLauncher([world, StaticLauncher({"hostile": address})])
-    settings = replace(SETTINGS, max_restarts=2, start_timeout_s=2.0, max_attempts=1000)
+    settings = replace(HASTY, max_restarts=2, start_timeout_s=2.0, max_attempts=1000)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, lambda event: None)
     try:
         controller.start()

@@ -57,7 +57,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine
 
-from .control_world import CALM, World, running
+from .control_world import SETTINGS, World, running
 from .tiny import hf_config
 
 LIMITS = Limits(slots=8, max_model_len=512, kv_tokens=4000)
@@ -231,7 +231,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...] = ("a", "b"
     world = World(names, engine=lambda name, life: KnownEngine(slots=8, max_model_len=512, tokens_per_s=2000))
     with (
         TemporaryDirectory() as model,
-        running(world, CALM) as run,
+        running(world, SETTINGS) as run,
         StopSignal().listening() as stop,
         Display("profile", console=Console(quiet=True)) as shown,
     ):

@@ -34,7 +34,7 @@ from streamrl_jax.setup.security import run_access
 from streamrl_jax.types import WeightSource
 from tests.fakes import FakeEngine
 
-from .control_world import CALM, Process, Run, World, decode, job, manifest, reward_by_length
+from .control_world import SETTINGS, Process, Run, World, decode, job, manifest, reward_by_length
 
 
 @dataclass
@@ -99,7 +99,7 @@ def serving(home: Path, names: tuple[str, ...] = ("instance-0",), farewell: bool
     fleet = Fleet(lambda specs: Making(world), pools, {}, lambda taken, size: str(len(taken)), access)
     events: list[ControlEvent] = []
     # A guest that is dead is noticed by the lease.
-    settings = replace(CALM, lease_s=5.0, min_instances=0 if names else 1)
+    settings = replace(SETTINGS, lease_s=5.0, min_instances=0 if names else 1)
     owner = Owner.current()  # as its name says, or it would be swept away
     mark = f"{owner.namespace}.{owner.pid}.{owner.start}.0"
     blob = SHARED_MEMORY / f"{blob_stem(run_dir.fence, 0)}.{mark}.bin"

@@ -58,7 +58,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine
 
-from .control_world import CALM, World, running
+from .control_world import SETTINGS, World, running
 
 VOCABULARY, LONGEST, ANSWERS = 24, 200, 2
 LEARNED_S = 240.0  # bound on a refresh, most of which is compilation on a machine that does other things too
@@ -215,7 +215,7 @@ def rollouts_of(
         ("a", "b"), engine=lambda name, life: FakeEngine(slots=8, tokens_per_s=20_000, length=length)
     )
     with (
-        running(world, CALM, version=None) as run,
+        running(world, SETTINGS, version=None) as run,
         Trace(folder / "trace.json") as trace,
         forecasting(folder, **section) as forecast,
     ):

@@ -25,7 +25,7 @@ from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.types import NO_VERSION, Fence, Generation, Prompt, Sample, expand_runs
 from tests.fakes import FakeEngine
 
-from .control_world import CALM, FENCE, SAMPLING, Run, World, job, manifest, running, source
+from .control_world import FENCE, SAMPLING, SETTINGS, Run, World, job, manifest, running, source
 
 BATCH, N = 4, 3
 
@@ -112,7 +112,7 @@ def test_groups_are_replaced_until_enough_of_them_teach(tmp_path: Path, instance
     prompts, world = prompt_set(), World(tuple("abc"[:instances]))
     groups = expected(prompts, 0, every_third)
     assert len(groups) > 2 * BATCH, "replacements were replaced"
-    with running(world, CALM, reward=rewards(every_third)) as run, door(run, tmp_path, prompts) as found:
+    with running(world, SETTINGS, reward=rewards(every_third)) as run, door(run, tmp_path, prompts) as found:
         found.open(version=0)
         samples = consume(found, 0)
         assert found.replaced(0) == len(groups) - BATCH and found.replaced(1) == 0
@@ -123,7 +123,7 @@ def test_groups_are_replaced_until_enough_of_them_teach(tmp_path: Path, instance
 def test_where_every_group_teaches_nothing_is_asked(tmp_path: Path) -> None:
     prompts = prompt_set()
     with (
-        running(World(("a",)), CALM, reward=rewards(lambda prompt: True)) as run,
+        running(World(("a",)), SETTINGS, reward=rewards(lambda prompt: True)) as run,
         door(run, tmp_path, prompts) as found,
     ):
         found.open(version=0)
@@ -143,7 +143,7 @@ def test_an_instance_that_dies_while_replacements_run_loses_none(tmp_path: Path)
 
     prompts, world = prompt_set(), World(("a", "b"), engine=engine)
     at = {BATCH * N + extra: world_kill(world) for extra in (0, 4)}
-    with running(world, CALM, reward=rewards(every_third)) as run, door(run, tmp_path, prompts) as found:
+    with running(world, SETTINGS, reward=rewards(every_third)) as run, door(run, tmp_path, prompts) as found:
         found.open(version=0)
         samples = consume(found, 0, at)
         assert run.controller.counters()["redispatched"] > 0
@@ -165,7 +165,7 @@ def test_a_resumed_iteration_asks_the_same_prompts(tmp_path: Path) -> None:
     prompts, iteration = prompt_set(), 5
     groups = expected(prompts, iteration, every_third)
     with (
-        running(World(("a",)), CALM, reward=rewards(every_third), version=5) as run,
+        running(World(("a",)), SETTINGS, reward=rewards(every_third), version=5) as run,
         door(run, tmp_path, prompts, start=iteration) as found,
     ):
         found.open(version=5)
@@ -178,7 +178,7 @@ def test_a_resumed_iteration_asks_the_same_prompts(tmp_path: Path) -> None:
     world = World(("a", "b"), engine=lambda name, life: FakeEngine(slots=1 + len(name), tokens_per_s=5000))
     later = Fence(FENCE.run_id, 1)
     with (
-        running(world, CALM, reward=rewards(every_third), version=NO_VERSION, fence=later) as run,
+        running(world, SETTINGS, reward=rewards(every_third), version=NO_VERSION, fence=later) as run,
         door(run, tmp_path, prompt_set(), start=iteration) as found,
     ):
         run.controller.publish(manifest(5, later), source(5))
@@ -203,7 +203,7 @@ def test_past_the_bound_the_iteration_goes_on_with_what_it_has(
     assert len(groups) == min(batches * BATCH, count)
     with (
         caplog.at_level(logging.WARNING, "streamrl_jax.train.rollouts"),
-        running(World(("a", "b")), CALM, reward=rewards(lambda prompt: prompt.prompt_id == only)) as run,
+        running(World(("a", "b")), SETTINGS, reward=rewards(lambda prompt: prompt.prompt_id == only)) as run,
         door(run, tmp_path, prompts, batches=batches) as found,
     ):
         found.open(version=0)
@@ -226,7 +226,7 @@ def test_replacements_are_as_new_as_their_iteration_and_go_before_the_next(tmp_p
         return rewards(every_third)(prompt, text, answer)
 
     with (
-        running(slow, CALM, reward=reward, version=7) as run,
+        running(slow, SETTINGS, reward=reward, version=7) as run,
         door(run, tmp_path, prompts, staleness=2, start=7) as found,
     ):
         found.open(version=7)
@@ -240,7 +240,7 @@ def test_replacements_are_as_new_as_their_iteration_and_go_before_the_next(tmp_p
 
 
 def test_what_is_added_to_a_job_that_is_over_is_refused(tmp_path: Path) -> None:
-    with running(World(("a",)), CALM) as run:
+    with running(World(("a",)), SETTINGS) as run:
         run.controller.submit(job(0, count=1, n=1))
         assert len(list(run.controller.samples("train/0", 60))) == 1
         with pytest.raises(

@@ -26,7 +26,7 @@ from streamrl_jax.train.rollouts import Rollouts
 from streamrl_jax.types import NO_VERSION, Fence, Prompt, Sample, expand_runs
 from tests.fakes import FakeEngine
 
-from .control_world import CALM, FENCE, SAMPLING, Run, World, manifest, running, source
+from .control_world import FENCE, SAMPLING, SETTINGS, Run, World, manifest, running, source
 
 BATCH, N, TOTAL = 3, 2, 7
 
@@ -90,7 +90,7 @@ def test_no_consumed_token_is_older_than_the_bound(
     world = World(
         tuple(pace), engine=lambda name, life: FakeEngine(tokens_per_s=pace[name], update_s=update_s)
     )
-    control = replace(CALM, in_flight=in_flight)
+    control = replace(SETTINGS, in_flight=in_flight)
     with running(world, control) as run, door(run, tmp_path, staleness) as found:
         found.open(version=0)
         for iteration in range(TOTAL):
@@ -107,7 +107,7 @@ def test_no_consumed_token_is_older_than_the_bound(
 @pytest.mark.parametrize("staleness", range(5))
 def test_generation_that_is_quick_runs_ahead_as_far_as_it_may(tmp_path: Path, staleness: int) -> None:
     """Whatever is admitted is finished before the trainer goes on: then each token is as old as the bound allows."""
-    with running(World(("a", "b")), CALM) as run, door(run, tmp_path, staleness) as found:
+    with running(World(("a", "b")), SETTINGS) as run, door(run, tmp_path, staleness) as found:
         found.open(version=0)
         for iteration in range(TOTAL):
             opened = len(found.open_iterations)
@@ -122,7 +122,7 @@ def test_generation_that_is_quick_runs_ahead_as_far_as_it_may(tmp_path: Path, st
 def test_generation_that_is_slow_serves_the_older_iteration_first(tmp_path: Path) -> None:
     """What the trainer waits for is not behind what it will want later."""
     world = World(("a",), engine=lambda name, life: FakeEngine(slots=1))
-    with running(world, CALM) as run, door(run, tmp_path, staleness=3, total=4) as found:
+    with running(world, SETTINGS) as run, door(run, tmp_path, staleness=3, total=4) as found:
         found.open(version=0)
         list(found.samples(3))
         started = [line.split("/")[1] for line in world.now("a").engine.log if line.startswith("start")]
@@ -132,14 +132,14 @@ def test_generation_that_is_slow_serves_the_older_iteration_first(tmp_path: Path
 def test_a_resumed_run_opens_the_same_iterations_with_newer_versions(tmp_path: Path) -> None:
     """Ended at version 2 with iterations 2 to 5 open; they are asked anew, in another life, of version 2 and later."""
     jobs: list[Job] = []
-    with running(World(("a",)), CALM, version=2) as run, door(run, tmp_path, 3, start=2) as found:
+    with running(World(("a",)), SETTINGS, version=2) as run, door(run, tmp_path, 3, start=2) as found:
         submit = run.controller.submit
         run.controller.submit = lambda job, into="": (jobs.append(job), submit(job, into))[1]
         found.open(version=2)
         next(found.samples(2))
     later = Fence(FENCE.run_id, 1)
     with (
-        running(World(("a", "b")), CALM, version=NO_VERSION, fence=later) as run,
+        running(World(("a", "b")), SETTINGS, version=NO_VERSION, fence=later) as run,
         door(run, tmp_path, 3, start=2) as found,
     ):
         run.controller.publish(manifest(2, later), source(2))
