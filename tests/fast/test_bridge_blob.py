@@ -152,7 +152,7 @@ def test_sweep_removes_what_a_killed_process_left_and_nothing_else(tmp_path: Pat
     # Unreaped, it is still in the process table; it has ended all the same.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert set(sweep([tmp_path, tmp_path / "absent"])) == theirs
-    child.communicate(timeout=10)
+    child.communicate(timeout=120)
     assert set(tmp_path.iterdir()) == {mine, other}
 
 

@@ -110,7 +110,7 @@ def commands(script: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize(("name", "script"), list(shells()))
 def test_the_scripts_are_bash(name: str, script: str) -> None:
     done = subprocess.run(
-        ["bash", "-n"], input=script, text=True, capture_output=True, check=False, timeout=20
+        ["bash", "-n"], input=script, text=True, capture_output=True, check=False, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, ""), name
 

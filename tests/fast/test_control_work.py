@@ -257,7 +257,7 @@ def test_reward_gets_prompt_text_and_generation() -> None:
 
 
 def test_calls_run_beside_each_other_and_beside_the_loop() -> None:
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=60)
 
     def meet(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
         barrier.wait()

@@ -72,7 +72,7 @@ def test_an_iteration_depends_on_its_number_and_the_seed_alone() -> None:
         "print([drawn_rows(numbered(10, 4, 3), i) for i in range(8)])"
     )
     other = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
     )
     assert json.loads(other.stdout) == [forwards[i] for i in range(8)]
 
@@ -178,7 +178,7 @@ load_reward(RewardSection())
 print(sorted({{"jax", "torch", "transformers", "vllm"}} & set(sys.modules)))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.strip() == "[]"
 

@@ -75,7 +75,7 @@ def tracked() -> frozenset[str]:
     """Files of the repository, and its folders with a `/` at the end."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True,
     ).stdout.splitlines()  # fmt: skip
     folders = {f"{parent}/" for name in listed for parent in Path(name).parents}
     return frozenset(listed) | folders

@@ -136,7 +136,7 @@ def _bound_to(core: int) -> list[set[int]]:
         bind_process(f"cpu:{core}")
         assert thread.native_id is not None
         command = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
-        child = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+        child = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
         return [os.sched_getaffinity(thread.native_id), {int(one) for one in child.split()}]
     finally:
         ended.set()

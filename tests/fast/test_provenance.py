@@ -57,7 +57,7 @@ def test_the_uncommitted_difference_is_kept_beside(tmp_path: Path, monkeypatch: 
     (package / "module.py").write_text("a = 1\n")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(repository)]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "First", "--no-verify"]):
-        subprocess.run([*git, *command], check=True, timeout=30)
+        subprocess.run([*git, *command], check=True, timeout=120)
     (package / "module.py").write_text("a = 2\n")
     (package / "new.py").touch()
     monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))

@@ -93,7 +93,7 @@ def test_a_second_process_is_refused_with_the_first_ones_id_until_it_is_killed(t
     code = (
         "import sys, time, pathlib\nfrom streamrl_jax import rundir\n"
         "with rundir.create(pathlib.Path(sys.argv[1]), ''):\n    print('held', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
     )
     path = tmp_path / "r"
     command = [sys.executable, "-c", code, str(path)]
@@ -105,7 +105,7 @@ def test_a_second_process_is_refused_with_the_first_ones_id_until_it_is_killed(t
         assert rundir.look(path).fence.incarnation == 0
     finally:
         holder.send_signal(signal.SIGKILL)
-        holder.wait(timeout=30)
+        holder.wait(timeout=120)
     with rundir.reopen(path) as run:
         assert run.fence.incarnation == 1
         with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
