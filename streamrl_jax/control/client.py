@@ -229,13 +229,15 @@ class ControlClient:
                 del self.published[version]
 
     async def _watch(self) -> None:
-        looked = time.monotonic()
+        due = time.monotonic() + _TICK_S
         while not self._lost:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            if now - looked > 4 * _TICK_S:  # this process itself stood still: hear the controller first
-                self._heard = max(self._heard, now - self.peer.lease_s / 2)
-            looked = now
+            if (
+                now - due > 3 * _TICK_S
+            ):  # this process itself stood still: that time is not the controller's silence
+                self._heard = min(now, self._heard + now - due)
+            due = now + _TICK_S
             ended = self.peer.ended()
             if ended is not None:
                 self._lose(f"the controller's process has ended ({ended})")

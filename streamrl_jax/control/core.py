@@ -331,13 +331,13 @@ class ControllerCore:
         due = time.monotonic() + TICK_S
         while True:
             await asyncio.sleep(TICK_S)
-            if time.monotonic() - due < TICK_S:
-                self._rewards.check()
-                self.readers.check()
-            else:  # this process itself was stopped: nobody else is to blame
-                self._rewards.forgive()
-                self.readers.forgive()
+            late_s = time.monotonic() - due
+            if late_s >= TICK_S:  # this process itself was stopped: nobody else is to blame for that time
+                self._rewards.forgive(late_s)
+                self.readers.forgive(late_s)
             due = time.monotonic() + TICK_S
+            self._rewards.check()
+            self.readers.check()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -106,9 +106,14 @@ class Plan:
         """Readers that are at the next step."""
         return sorted(reader for reader, step in self._last.items() if step.sequence > self.gone)
 
-    def forgive(self, now_s: float) -> None:
-        """Counts the wait for a step from now on: nobody could be heard until then."""
-        self._since = dict.fromkeys(self._since, now_s)
+    def forgive(self, seconds: float, now_s: float) -> None:
+        """Leaves the time in which nobody could be heard out of the wait for a step.
+
+        Args:
+            seconds: how long that was.
+            now_s: its end, on the clock of `acknowledge`.
+        """
+        self._since = {reader: min(now_s, since + seconds) for reader, since in self._since.items()}
 
     def overdue(self, now_s: float, timeout_s: float) -> str:
         """What is missing for too long: who, and where the others are; empty when nothing is.

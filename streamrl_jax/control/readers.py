@@ -74,11 +74,15 @@ class Readers:
                     f"{self._lease_s:g}); look at {log}, then go on with --resume"
                 )
 
-    def forgive(self) -> None:
-        """Holds the time until now against nobody."""
+    def forgive(self, seconds: float) -> None:
+        """Holds the time in which this process itself was stopped, and could hear nobody, against nobody.
+
+        Args:
+            seconds: how long that was, until now.
+        """
         now = time.monotonic()
-        self._heard = dict.fromkeys(self._heard, now)
-        self._plan.forgive(now)
+        self._heard = {reader: min(now, heard + seconds) for reader, heard in self._heard.items()}
+        self._plan.forgive(seconds, now)
 
     def fail(self, error: BaseException) -> None:
         """Raises the error in whoever waits for the others, now and later."""

@@ -63,7 +63,7 @@ class RewardWorkers:
         self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
         self._board = board
         self._closing = False
-        self._forgiven = 0.0  # no call is held to the time before
+        self._absent_s = 0.0  # this process was stopped for so long in all, and the calls with it
         self._back: Handover[tuple[_Call, RewardResult | BaseException]] | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
@@ -94,17 +94,21 @@ class RewardWorkers:
 
     def check(self) -> None:
         """Raises `RewardError` when a call runs for longer than its bound."""
-        now = time.monotonic()
+        now = self._clock()
         for since, call in list(self._running.values()):
-            if now - max(since, self._forgiven) > self._timeout_s:
+            if now - since > self._timeout_s:
                 raise RewardError(
                     f"the reward function did not return within {self._timeout_s:g} s (reward.timeout_s) for "
                     f"{_name(call)}; put a bound into the function, or raise reward.timeout_s"
                 )
 
-    def forgive(self) -> None:
-        """Counts the calls that run from now on: this process was stopped, and they with it."""
-        self._forgiven = time.monotonic()
+    def forgive(self, seconds: float) -> None:
+        """Leaves the time in which this process was stopped, and the calls with it, out of their bounds.
+
+        Args:
+            seconds: how long that was.
+        """
+        self._absent_s += seconds
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads; what is queued is not computed any more.
@@ -121,9 +125,13 @@ class RewardWorkers:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
 
+    def _clock(self) -> float:
+        """Seconds in which this process was not stopped."""
+        return time.monotonic() - self._absent_s
+
     def _work(self, number: int) -> None:
         while (call := self._calls.get()) is not None and not self._closing:
-            self._running[number] = (time.monotonic(), call)
+            self._running[number] = (self._clock(), call)
             if self._board is not None:
                 self._board.begin(number, _name(call))
             outcome = self._outcome(call)

@@ -43,9 +43,9 @@ from streamrl_jax.train.weights import Conversions, Weights
 if TYPE_CHECKING:
     from streamrl_jax.ranker.online import OnlineForecast
 
-_NOTICE_S: Final = (
-    5.0  # the controller tells of a trainer process that is gone so long after its lease has ended
-)
+_NOTICE_S: Final = 5.0
+"""Beside two leases: after one the controller tells of a trainer process that is gone, later where it was stopped
+itself meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def assembled(
     steps = build_steps(cfg, inputs)
     plan = Plan(edges.controller.acknowledge if edges.controller.world > 1 else None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_missing_named(plan, cfg.control.lease_s + _NOTICE_S))
+        stack.enter_context(missing_named(plan, 2 * cfg.control.lease_s + _NOTICE_S))
         with edges.stop.interruptible():
             trainer, meta = _warm_trainer(steps, inputs, edges.display, restore, plan)
         weights = _open_weights(cfg, home, inputs, edges, plan, stack)
@@ -125,8 +125,16 @@ def assembled(
 
 
 @contextlib.contextmanager
-def _missing_named(plan: Plan, bound_s: float) -> Iterator[None]:
-    """What fails first where a trainer process has died is often a connection, whose error does not say so."""
+def missing_named(plan: Plan, bound_s: float) -> Iterator[None]:
+    """What fails first where a trainer process has died is often a connection, whose error does not say so.
+
+    Args:
+        plan: Knows whom to ask.
+        bound_s: On the wait for an answer.
+
+    Raises:
+        ControlError: Names the process that is missing, in place of the program's own error.
+    """
     try:
         yield
     except JaxRuntimeError as error:

@@ -34,6 +34,7 @@ from tests.fast.control_world import FENCE, SETTINGS, check_answer, decode, job,
 LEASE_S = 2.0
 _NAP_S = 0.05
 TICK_S = LEASE_S / 4  # between two judgements (`control.instance`)
+WAIT_S = 300.0  # which only a hang reaches: even on a slow machine an instance starts anew within a minute
 SLACK_S = 5.0  # on every bound, beside the pauses of a busy machine (`Pauses`)
 
 CHAOS = replace(SETTINGS, start_timeout_s=180, lease_s=30.0, heartbeat_interval_s=0.1, max_restarts=20)
@@ -104,7 +105,7 @@ class Pauses:
 
 
 def wait_until(
-    what: Callable[[], object], timeout_s: float = 60.0, told: Callable[[], str] = lambda: ""
+    what: Callable[[], object], timeout_s: float = WAIT_S, told: Callable[[], str] = lambda: ""
 ) -> None:
     """Polls until ``what`` is true; ``told`` says how things stand where it does not come true."""
     end = time.monotonic() + timeout_s
@@ -139,7 +140,7 @@ class Scene:
     def take(self, job_id: str, at: Mapping[int, Callable[[], object]] | None = None) -> list[Sample]:
         """All of a job's samples; ``at`` says what happens when so many of them are here."""
         taken: list[Sample] = []
-        for sample in self.controller.samples(job_id, 120):
+        for sample in self.controller.samples(job_id, WAIT_S):
             check_answer(sample.prompt, sample.generation)
             taken.append(sample)
             if at and (fault := at.get(len(taken))):
@@ -162,7 +163,7 @@ class Scene:
             if event.kind is kind and instance in ("", event.instance) and when >= since
         ]
 
-    def wait_for(self, what: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def wait_for(self, what: Callable[[], object], timeout_s: float = WAIT_S) -> None:
         """Polls until ``what`` is true."""
         wait_until(what, timeout_s, lambda: str(self.told[-5:]))
 
@@ -223,7 +224,7 @@ def scene(
             controller.start()
             controller.wait_ready(180)
             if publish:
-                controller.publish(manifest, source).result(120)
+                controller.publish(manifest, source).result(WAIT_S)
             yield Scene(controller, told, run_dir, pauses)
         finally:
             controller.close()

@@ -45,7 +45,9 @@ def test_a_stopped_instance_is_noticed_within_the_lease(tmp_path: Path) -> None:
         found.take(job_id, {30: lambda: stopped.append(found.signal("a", signal.SIGSTOP))})
         seconds, why = found.noticed_after("a", stopped[0])
         assert seconds < LEASE_S + TICK_S + found.slack_s
-        (silence,) = re.findall(rf"nothing was heard for ([\d.]+) s \(gen\.lease_s = {LEASE_S:g}\)", why)
+        # A last heartbeat may have told of no token: then its tokens are missed first.
+        missed = r"(?:nothing was heard|it made no token for its \d+ samples)"
+        (silence,) = re.findall(rf"{missed} for ([\d.]+) s \(gen\.lease_s = {LEASE_S:g}\)", why)
         assert float(silence) >= LEASE_S
         assert found.adds_up()["taken_back"] > 0
 
@@ -56,8 +58,8 @@ def test_late_samples_of_one_that_goes_on_again_are_dropped_and_counted(tmp_path
     it still answers of that belongs to attempts that are over.
     """
     with (
-        # The first answer comes after two seconds: until then each holds its first six.
-        endpoints(tmp_path, "ab", tokens_per_s=15.0, shortest=30, longest=30) as addresses,
+        # The first answer comes after three seconds: until then each holds its first six.
+        endpoints(tmp_path, "ab", tokens_per_s=10.0, shortest=30, longest=30) as addresses,
         # Without progress, of which late pieces would be dropped and counted too.
         scene(
             StaticLauncher(addresses), tmp_path, replace(CHAOS, lease_s=LATE_LEASE_S, progress_interval_s=0.0)
@@ -110,11 +112,14 @@ def test_a_slow_instance_leaves_the_work_to_the_others(tmp_path: Path) -> None:
             began = time.monotonic()
             found.take(found.submit(0, 120))
             seconds[name] = time.monotonic() - began
+            slack_s = found.slack_s
             assert found.adds_up()["taken_back"] == 0
             share = Counter(sample.generation.instance for sample in found.samples)["a"] / found.submitted
     assert share < 0.15, "of three alike each has a third"
     answer_s = 6 / 5.0
-    assert seconds["slow"] < 2 * seconds["all"] + 5 * answer_s, seconds
+    assert seconds["slow"] < 2 * seconds["all"] + 5 * answer_s + slack_s, (
+        "its third would take it half a minute"
+    )
     print(
         f"\nall at full speed {seconds['all']:.1f} s, one at a tenth {seconds['slow']:.1f} s, its share {share:.0%}"
     )

@@ -47,7 +47,7 @@ def config(world: Path, name: str, **changes: dict[str, Any]) -> Path:
         world,
         run={"name": name},
         gen={"instances": 2, "lease_s": 5.0, "progress_interval_s": 0.05},
-        reward={"kwargs": {"delay_s": 0.03}},
+        reward=changes.get("reward", {"kwargs": {"delay_s": 0.03}}),
         trainer={"total_training_steps": STEPS, "save_freq": 1, "test_freq": 0, **changes.get("trainer", {})},
         eval={"max_prompts": 2, "n": 1},
     )
@@ -104,7 +104,7 @@ def test_a_killed_trainer_and_a_killed_instance(world: Path) -> None:
     first.until(lambda: training_lines(run_dir))
     first.process.send_signal(signal.SIGKILL)
     first.process.wait(60)
-    wait_until(lambda: not [entry for entry in left_behind(run_dir) if "/dev/shm" not in entry], 60)
+    wait_until(lambda: not [entry for entry in left_behind(run_dir) if "/dev/shm" not in entry], 300)
     done = len(training_lines(run_dir))
     second = Life(run_dir, "--resume", str(run_dir))
     before = alive(run_dir)
@@ -119,8 +119,8 @@ def test_a_killed_trainer_and_a_killed_instance(world: Path) -> None:
 
 
 @contextmanager
-def full_disk(folder: Path, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A disk with next to no room in the place of a folder, until the process has ended.
+def full_disk(folder: Path, process: subprocess.Popen[bytes], gate: Path) -> Iterator[None]:
+    """A disk with next to no room in the place of a folder, until the process has ended; the rewards wait for it.
 
     Where nothing may be mounted, no file of the process grows any more, as under a quota.
     """
@@ -128,6 +128,7 @@ def full_disk(folder: Path, process: subprocess.Popen[bytes]) -> Iterator[None]:
     mounted = subprocess.run(mount, capture_output=True).returncode == 0
     if not mounted:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
+    gate.touch()
     try:
         process.wait(400)
         yield
@@ -142,9 +143,15 @@ def test_a_full_disk_ends_the_run_with_file_and_remedy_and_it_can_be_resumed(
     world: Path, folder: str
 ) -> None:
     run_dir = world / "runs" / f"full-{folder}"
-    life = Life(run_dir, str(config(world, run_dir.name)))
+    gate = world / f"{folder}.open"
+    reward = {
+        "function": f"{world / 'functions.py'}:gated",
+        "kwargs": {"gate": str(gate)},
+        "timeout_s": 600.0,  # of the reward that waits until the disk is full
+    }
+    life = Life(run_dir, str(config(world, run_dir.name, reward=reward)))
     life.until((run_dir / folder).exists)
-    with full_disk(run_dir / folder, life.process):
+    with full_disk(run_dir / folder, life.process, gate):
         said = life.end()
     assert life.process.returncode == 2, said[-3000:]
     # Orbax's own threads print what they met, too.

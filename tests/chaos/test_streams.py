@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from streamrl_jax.control.events import EventKind
 from streamrl_jax.gen.launch import StaticLauncher
 
-from .harness import LEASE_S, MEASURED, TICK_S, endpoints, scene
+from .harness import CHAOS, LEASE_S, MEASURED, TICK_S, endpoints, scene
 from .proxies import LoopThread, Wire, repeating
 
 
@@ -63,7 +64,7 @@ def test_a_break_past_the_lease_costs_the_instance_its_work_until_it_is_mended(
             assert LEASE_S - 1.1 < seconds < LEASE_S + TICK_S + found.slack_s, why
             wire.mend()
             found.take(job_id)
-            found.wait_for(lambda: len(found.seen(EventKind.READY, "a")) == 2)
+            found.wait_for(lambda: len(found.seen(EventKind.READY, "a")) >= 2)
             assert found.adds_up()["taken_back"] > 0
 
 
@@ -85,10 +86,13 @@ def test_a_slow_wire_delays_and_breaks_nothing(tmp_path: Path, loop: LoopThread)
 def test_repeated_and_reordered_answers_are_taken_once(
     tmp_path: Path, loop: LoopThread, faults: dict[str, bool]
 ) -> None:
+    # An answer that is held back to be swapped goes out, once, with a heartbeat where no other answer comes before it:
+    # these are rare, so that two answers meet however slow the machine is.
+    seldom = replace(CHAOS, heartbeat_interval_s=5.0)
     with (
         endpoints(tmp_path, "a") as addresses,
         repeating(loop, addresses["a"], **faults) as address,
-        scene(StaticLauncher({"a": address}), tmp_path) as found,
+        scene(StaticLauncher({"a": address}), tmp_path, seldom) as found,
     ):
         found.take(found.submit(0, 25))
         counts = found.adds_up()

@@ -28,6 +28,7 @@ from streamrl_jax.types import (
     Generation,
     Hello,
     InstanceState,
+    InstanceStatus,
     Manifest,
     Progress,
     UpdateReport,
@@ -43,6 +44,8 @@ VOCABULARY = 96
 PADDED_VOCABULARY = 104
 FENCE = Fence("engine-tests", 0)
 START_S = 600.0
+ANSWER_S = 60.0
+"""Bound on an answer that comes at once where nothing hangs: busy, a machine takes seconds for it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -154,7 +157,7 @@ async def wait_until_loaded(client: InstanceClient, instance: Instance) -> Start
         asked = time.monotonic()
         assert asked - began < START_S, f"not loaded within {START_S} s; last phase: {seen.phases[-1:]}"
         assert instance.ended() is None, instance.log_tail()
-        status, _ = await client.status(timeout_s=30)
+        status, _ = await client.status(START_S)  # while libraries load, which may take one core for long
         now = time.monotonic()
         seen.slowest_answer_s = max(seen.slowest_answer_s, now - asked)
         seen.first_answer_s = seen.first_answer_s or now - began
@@ -179,6 +182,10 @@ class Rig:
     model: Qwen2ForCausalLM | None = None
     progress: dict[str, list[Progress]] = field(default_factory=lambda: defaultdict(list))  # by sample id
     _numbers: int = 0
+
+    async def status(self) -> InstanceStatus:
+        """What the instance is doing."""
+        return (await self.client.status(ANSWER_S))[0]
 
     def sample_id(self) -> str:
         """A fresh one."""
@@ -274,7 +281,7 @@ async def connect(loop: Loop, instance: Instance) -> Rig:
     client = InstanceClient(instance.address)
     startup = await wait_until_loaded(client, instance)
     hello = Hello(FENCE, heartbeat_interval_s=0.2, progress_interval_s=0.02)
-    return Rig(loop, instance, client, await client.open(hello), startup)
+    return Rig(loop, instance, client, await client.open(hello, ANSWER_S), startup)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from streamrl_jax.types import (
     VersionRun,
 )
 from tests.engine.conftest import (
+    ANSWER_S,
     FENCE,
     PADDED_VOCABULARY,
     STOP_ID,
@@ -153,9 +154,9 @@ def test_an_aborted_answer_returns_its_tokens(rig: Rig) -> None:
     given = replace(assignments(rig, 1)[0], sampling=replace(TRAINING, max_new_tokens=480, stop_token_ids=()))
 
     async def work() -> list[Generation]:
-        before = (await rig.client.status())[0].tokens_total
+        before = (await rig.status()).tokens_total
         await rig.assign([given])
-        while (await rig.client.status())[0].tokens_total < before + 5:
+        while (await rig.status()).tokens_total < before + 5:
             await asyncio.sleep(0.005)
         await rig.stream.abort(given.sample_id, 0)
         return await rig.collect(1)
@@ -175,12 +176,12 @@ def test_the_longest_goes_first(rig: Rig) -> None:
     given = [Assignment(rig.sample_id(), 0, ids, sampling, priority=-length) for length in predicted]
 
     async def work() -> list[Generation]:
-        await rig.client.pause(FENCE, keep=True, timeout_s=30)
+        await rig.client.pause(FENCE, keep=True, timeout_s=ANSWER_S)
         await rig.assign(given)
-        while (await rig.client.status())[0].waiting < len(given):
+        while (await rig.status()).waiting < len(given):
             await asyncio.sleep(0.02)
         # EngineCore answers this after what was on its way to it before.
-        await rig.client.pause(FENCE, keep=True, timeout_s=30)
+        await rig.client.pause(FENCE, keep=True, timeout_s=ANSWER_S)
         await rig.client.resume(FENCE)
         return await rig.collect(len(given))
 
@@ -233,18 +234,18 @@ def steps_of(rig: Rig, given: list[Assignment]) -> int:
     """Steps that the engine counts while it answers what all begins at once."""
 
     async def work() -> int:
-        before = (await rig.client.status())[0].steps_total
-        await rig.client.pause(FENCE, keep=True, timeout_s=30)
+        before = (await rig.status()).steps_total
+        await rig.client.pause(FENCE, keep=True, timeout_s=ANSWER_S)
         await rig.assign(given)
-        while (await rig.client.status())[0].waiting < len(given):
+        while (await rig.status()).waiting < len(given):
             await asyncio.sleep(0.02)
         # EngineCore answers this after what was on its way to it before.
-        await rig.client.pause(FENCE, keep=True, timeout_s=30)
+        await rig.client.pause(FENCE, keep=True, timeout_s=ANSWER_S)
         await rig.client.resume(FENCE)
         answers = await rig.collect(len(given))
         length_of = {assignment.sample_id: assignment.sampling.forced_length for assignment in given}
         assert all(len(answer.token_ids) == length_of[answer.sample_id] for answer in answers)
-        return (await rig.client.status())[0].steps_total - before
+        return (await rig.status()).steps_total - before
 
     return rig.loop.run(work())
 
@@ -265,5 +266,5 @@ def test_each_step_that_samples_is_counted_once(rig: Rig, lengths: list[int], st
 def test_the_kv_cache_is_as_large_as_it_was_asked_for(rig: Rig) -> None:
     # 2 (keys and values) · 2 layers · 2 heads · 32 wide · 4 bytes a token; a block that is never handed out is off it.
     asked = 0.25 * 2**30 / (2 * 2 * 2 * 32 * 4)
-    _, info = rig.loop.run(rig.client.status())
+    _, info = rig.loop.run(rig.client.status(ANSWER_S))
     assert 0.99 * asked <= info.kv_tokens <= asked

@@ -28,6 +28,7 @@ from tests.engine.conftest import (
     make_model,
     reference_logprobs,
 )
+from tests.engine.run_world import alive
 
 GONE_WITHIN_S = 60.0
 
@@ -69,11 +70,6 @@ def engine_core(root: int) -> psutil.Process:
     return max(tree(root)[1:], key=lambda process: process.memory_info().rss)
 
 
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended."""
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
 def wait_until(happened: Callable[[], bool], what: str) -> float:
     """Waits, bounded; the seconds it took."""
     began = time.monotonic()
@@ -85,7 +81,7 @@ def wait_until(happened: Callable[[], bool], what: str) -> float:
 
 def test_a_stopped_engine_core_shows_as_growing_age(rig: Rig) -> None:
     def age() -> float:
-        return rig.loop.run(rig.client.status())[0].engine_age_s
+        return rig.loop.run(rig.status()).engine_age_s
 
     wait_until(lambda: age() < 2, "an age under 2 s")
     core = engine_core(rig.instance.process_group)
@@ -104,7 +100,9 @@ def test_an_update_of_a_stopped_engine_is_given_up_in_time_and_repeated_later(ri
     core.suspend()
     try:
         began = time.monotonic()
-        report = rig.update(manifest, blob, timeout_s=2)
+        report = rig.update(
+            manifest, blob, timeout_s=5
+        )  # longer than a pause of the machine before it begins
         assert time.monotonic() - began < 60
         assert (report.accepted, report.quarantined) == (False, False)
         assert "not checked in time" in report.reason
@@ -181,7 +179,7 @@ def test_killing_the_parent_leaves_nothing_though_the_core_is_stopped(
 
 @pytest.mark.ends_the_engine
 def test_killing_the_api_process_leaves_nothing_and_is_noticed(rig: Rig) -> None:
-    assert rig.loop.run(rig.client.status())[0].state is InstanceState.IDLE
+    assert rig.loop.run(rig.status()).state is InstanceState.IDLE
     processes = tree(rig.instance.process_group)
     assert len(processes) > 1
     os.kill(rig.instance.process_group, signal.SIGKILL)

@@ -121,9 +121,9 @@ def run_during_update(rig: Rig, in_flight: bool) -> tuple[list[Assignment], list
     manifest, blob = pack(FENCE, rig.version + 1, ARCHITECTURE, checkpoint_arrays(model))
 
     async def work() -> tuple[list[Generation], UpdateReport]:
-        before = (await rig.client.status())[0].tokens_total
+        before = (await rig.status()).tokens_total
         await rig.assign(given)
-        while (await rig.client.status())[0].tokens_total < before + 8 * 40:
+        while (await rig.status()).tokens_total < before + 8 * 40:
             await asyncio.sleep(0.005)
         update = asyncio.create_task(rig.offer(manifest, blob, in_flight=in_flight))
         answers = await rig.collect(len(given))
@@ -159,7 +159,11 @@ def test_each_token_of_an_answer_in_flight_carries_the_version_that_sampled_it(r
             mine = versions == version
             expected = reference_logprobs(model, prompt, ids, 1.0)
             worst = max(worst, float(np.abs(expected - answer.logprobs)[mine].max()))
-    print(f"\nin-flight update: paused {report.paused_s * 1e3:.0f} ms, largest difference {worst:.2e}")
+    before = [answer.versions[0].length for answer in answers]
+    print(
+        f"\nin-flight update: paused {report.paused_s * 1e3:.0f} ms after {min(before)} to {max(before)} of "
+        f"{LONG.max_new_tokens} tokens, largest difference {worst:.2e}"
+    )
     assert worst < 1e-5
 
 

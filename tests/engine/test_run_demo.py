@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
+import statistics
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -47,11 +50,12 @@ from tests.engine.run_world import (
     trained,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 CONFIG = CONFIGS / "demo.toml"
 BOUND = 1e-3  # on the log-prob difference of every single token, as in the configuration
-START_S = 400.0
+START_S = 600.0
+DEMO_S = 1800.0  # ten times what it takes
 LOADED = (InstanceState.IDLE, InstanceState.PAUSED)
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 # By default it takes nearly all of a machine's memory, and rounds float32 to bfloat16.
@@ -59,10 +63,13 @@ SERVED = ("--dtype", "float32", "--gpu-memory-utilization", "0.2", "--enforce-ea
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that the kernel gives to nobody who asks for any: it is bound much later."""
+    given, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(10_000, given), *range(last + 1, 65_536)] or [0]
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", random.choice(others)))
+            return probe.getsockname()[1]
 
 
 # ------------------------------------------------------------------ the demo
@@ -97,7 +104,7 @@ class Demo:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
-    output = streamrl("demo", "--run-dir", folder / "demo", log=folder / "log", within_s=900)
+    output = streamrl("demo", "--run-dir", folder / "demo", log=folder / "log", within_s=DEMO_S)
     return Demo(folder / "demo", output)
 
 
@@ -105,7 +112,9 @@ def test_the_demo_learns_what_it_is_said_to_learn(demo: Demo) -> None:
     accuracy = {step: m["val/accuracy"] for step, m in steps(demo.run_dir).items() if "val/accuracy" in m}
     print(f"\nheld-out accuracy {accuracy}; {demo.output.splitlines()[-1]}")
     assert accuracy[0] < 0.5
-    assert accuracy[demo.last] > 0.9
+    # The median of the last three: at a constant learning rate each wanders by one or two sums in a hundred.
+    assert statistics.median([accuracy[step] for step in sorted(accuracy)][-3:]) > 0.9
+    assert accuracy[demo.last] > 0.85
     assert f"held-out accuracy  {accuracy[0]:.3f} before, {accuracy[demo.last]:.3f} after" in demo.output
 
 
@@ -183,7 +192,7 @@ def test_an_exported_step_has_the_log_probs_that_the_instances_sampled_with(
     step = load_config([demo.run_dir / "config.toml"]).trainer.save_freq
     assert 0 < step < demo.last
     arguments = ("export", demo.run_dir, "--step", str(step), "--out", tmp_path / "out")
-    streamrl(*arguments, log=tmp_path / "log", within_s=120)
+    streamrl(*arguments, log=tmp_path / "log", within_s=START_S)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     worst = max(
         float(np.abs(reference_logprobs(model, sample, 1.0) - sample.generation.logprobs).max())
@@ -215,7 +224,7 @@ def test_vllm_serves_the_export_and_answers_sums(demo: Demo, tmp_path: Path) -> 
     arguments = ("serve", demo.export, "--port", str(port), *SERVED)
     with running(*arguments, log=tmp_path / "log", program=VLLM) as server:
         server.until(lambda: is_up(f"{url}/health"), "vllm serve answers", START_S, every_s=1.0)
-        sums = [prompt.columns for prompt in demo.held_out()[:20]]
+        sums = [prompt.columns for prompt in demo.held_out()[:60]]
         body = {"model": str(demo.export), "max_tokens": 8, "temperature": 0}
         answers = [ask(f"{url}/v1/completions", body | {"prompt": row["prompt"]}) for row in sums]
         texts = [answer["choices"][0]["text"] for answer in answers]
@@ -319,8 +328,12 @@ def test_an_instance_started_by_hand_outlives_a_killed_run_and_serves_the_next(
     check_short_run(whole)
     assert sorted(consumed(whole)) == [0, 1]
     assert blobs(killed) == []
-    status = status_at(by_hand.address, "between us")
-    assert status is not None and status.state is InstanceState.IDLE
+
+    def idle() -> bool:
+        status = status_at(by_hand.address, "between us")
+        return status is not None and status.state is InstanceState.IDLE
+
+    by_hand.command.until(idle, "it waits for the next run", START_S)
     assert status_at(by_hand.address, "a guess") is None
 
 

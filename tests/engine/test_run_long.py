@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,16 +38,18 @@ from tests.engine.run_world import (
     warm_start,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 CONFIG = CONFIGS / "demo_long.toml"
 VICTIM, SURVIVOR = "instance-1", "instance-0"
 SAMPLES = 128
 BOUND = 1e-3  # on the log-prob difference of every single token, as in the configuration
-START_S, STEP_S = 400.0, 200.0
+START_S, STEP_S = 600.0, 300.0
 GONE_WITHIN_S = 60.0
-REWARD = f"{Path(__file__).with_name('length_reward.py')}:share_of_the_limit"
+REWARD = f"{Path(__file__).with_name('chance_reward.py')}:drawn"
 NO_EVALUATION = ("trainer.test_freq=0", "trainer.val_before_train=false")
+IGNORED = re.compile(r"Exception ignored in.*?^KeyboardInterrupt[^\n]*$", re.DOTALL | re.MULTILINE)
+"""What Python prints, and goes on, where Ctrl-C comes in the middle of a destructor (see `streamrl_jax.interrupt`)."""
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +91,9 @@ def test_ctrl_c_while_the_engines_load_leaves_nothing(warm: Path, tmp_path: Path
         command.until(loading, "both engine cores are there", START_S)
         started = command.tree()
         os.killpg(command.pid, signal.SIGINT)  # as a terminal does
-        assert command.wait(240) == 130
+        assert command.wait(STEP_S) == 130
         assert alive(started) == []
-    assert "Traceback" not in command.output()
+    assert "Traceback" not in re.sub(IGNORED, "", command.output())
     assert blobs(run_dir) == []
 
 
@@ -113,15 +116,25 @@ class Bereft:
 def bereft(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Bereft:
     folder = tmp_path_factory.mktemp("sync")
     run_dir = folder / "run"
-    arguments = ["train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.total_training_steps=60"]
+    # More iterations than there will be, however long the lost instance takes to start.
+    arguments = ["train", CONFIG, f"model.path={warm}", *NO_EVALUATION, "trainer.total_training_steps=1000"]
     # The model is right nowhere yet, and without a spread of rewards the policy's gradient waits for the batch.
-    arguments.append(f"reward.function={REWARD}")
+    # It cannot be learned, and what chance teaches is little: answers stay as long as they are for as long as it takes.
+    arguments += [f"reward.function={REWARD}", "actor.optim.lr=3e-6"]
     with running(*arguments, "--run-dir", run_dir, log=folder / "log") as command:
         command.until(lambda: has_step(run_dir, 1), "the first step", START_S)
         command.until(lambda: at_work(run_dir, VICTIM), f"{VICTIM} is at work", STEP_S, every_s=0.02)
         kill_group(instance_of(run_dir, VICTIM)["pid"])
         command.until(lambda: f"{VICTIM} is lost" in command.output(), f"{VICTIM} is missed", STEP_S)
-        lost_in = max(trained(run_dir))
+
+        def bereaved() -> list[int]:
+            return [
+                i for i, samples in consumed(run_dir).items() if any(s.generation.attempt for s in samples)
+            ]
+
+        # By what is recorded: an iteration is handed out before the record of the one before it is written.
+        command.until(lambda: bool(bereaved()), f"what {VICTIM} had begun is finished", STEP_S, every_s=1.0)
+        lost_in = bereaved()[0]
 
         def helpers() -> list[int]:
             later = {i: samples for i, samples in consumed(run_dir).items() if i > lost_in}
@@ -130,7 +143,7 @@ def bereft(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Bereft:
         command.until(lambda: bool(helpers()), f"{VICTIM} answers again", START_S, every_s=1.0)
         started = command.tree()
         command.tell(signal.SIGTERM)
-        code = command.wait(240)
+        code = command.wait(START_S)
         return Bereft(run_dir, lost_in, helpers()[0], code, alive(started), command.output())
 
 
@@ -191,7 +204,8 @@ def test_synchronous_means_the_trainers_own_version(bereft: Bereft) -> None:
 
 
 def test_answers_are_long_and_end_at_different_times(bereft: Bereft) -> None:
-    for metrics in trained(bereft.run_dir).values():
+    for step, metrics in trained(bereft.run_dir).items():
+        print(f"\nstep {step}:", *(metrics[f"response_length/{which}"] for which in ("min", "mean", "max")))
         assert metrics["response_length/mean"] > 100
         assert metrics["response_length/max"] > 2 * metrics["response_length/min"]
 
@@ -239,6 +253,12 @@ class Forsaken:
         return self.restored + AGAIN
 
 
+def saved(run_dir: Path) -> list[int]:
+    """Steps whose checkpoints are whole."""
+    whole = run_dir.glob("checkpoints/step_*/commit_success.txt")
+    return [int(path.parent.name.removeprefix("step_")) for path in whole]
+
+
 @pytest.fixture(scope="module")
 def forsaken(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Forsaken:
     folder = tmp_path_factory.mktemp("async")
@@ -252,22 +272,32 @@ def forsaken(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Forsaken:
     with running(*arguments, log=folder / "log") as command:
         command.until(lambda: has_step(run_dir, SAVED + 1), "the third step", START_S + 2 * STEP_S)
 
-        def between_checkpoints() -> bool:
-            return max(trained(run_dir)) % SAVED == 1 and at_work(run_dir, SURVIVOR)
-
-        command.until(between_checkpoints, f"{SURVIVOR} is at work", STEP_S, every_s=0.02)
         processes = command.tree()
         names = called(processes)
         groups = [instance_of(run_dir, name)["pid"] for name in (VICTIM, SURVIVOR)]
+
+        def between_checkpoints() -> bool:
+            step = max(saved(run_dir), default=0)
+            between = max(trained(run_dir)) == step + 1 and not state_faults(run_dir, step)
+            return between and at_work(run_dir, SURVIVOR)
+
+        def held_there() -> bool:
+            """It stands still while it is looked at, and goes on unless this is the moment to kill it."""
+            if not between_checkpoints():
+                return False
+            command.tell(signal.SIGSTOP)
+            if between_checkpoints():
+                return True
+            command.tell(signal.SIGCONT)
+            return False
+
+        command.until(held_there, f"{SURVIVOR} is at work between two checkpoints", 2 * STEP_S, every_s=0.02)
         command.tell(signal.SIGKILL)
         command.wait(60)
         seconds = until(lambda: not alive(processes), "the end of all processes", 2 * GONE_WITHIN_S)
         left = members(groups)
     behind = blobs(run_dir)
-    restored = max(
-        int(path.parent.name.removeprefix("step_"))
-        for path in run_dir.glob("checkpoints/step_*/commit_success.txt")
-    )
+    restored = max(saved(run_dir))
     total = f"trainer.total_training_steps={restored + AGAIN}"
     resume = ("train", "--resume", run_dir, total, *CHANGES)
     output = streamrl(*resume, log=folder / "resumed", within_s=START_S + AGAIN * STEP_S)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
+
+import psutil
 
 from streamrl_jax.tasks.toy_model import write_toy_checkpoint
 from streamrl_jax.types import VersionRun
@@ -11,6 +15,15 @@ from tests.engine.run_world import CONFIGS, blobs, consumed, dispatched_ids, str
 
 WITHIN_S = 800.0
 BOUND = 1e-4
+
+
+def in_use() -> set[str]:
+    """Shared memory that living processes have mapped: once a run is over, it is that of others on this machine."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            found.update(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return found
 
 
 def test_a_run_starts_an_instance_of_two_ranks(tmp_path: Path) -> None:
@@ -34,6 +47,7 @@ def test_a_run_starts_an_instance_of_two_ranks(tmp_path: Path) -> None:
         assert metrics["training/rollout_logprobs_diff_max"] < BOUND
         assert metrics["rollouter/restarts"] == 0
     assert blobs(run_dir) == []
-    assert not {
-        name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("psm_", "vllm", "sem."))
-    }
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(run_dir) in line]
+    left = set(os.listdir("/dev/shm")) - before - in_use()
+    assert not {name for name in left if name.startswith(("psm_", "vllm", "sem."))}

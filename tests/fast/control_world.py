@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -29,12 +29,13 @@ from streamrl_jax.control.settings import ControlSettings
 from streamrl_jax.gen import net
 from streamrl_jax.gen.host import host_id
 from streamrl_jax.gen.launch import Launched, Launcher
-from streamrl_jax.gen.protocol import EngineFailed
+from streamrl_jax.gen.protocol import Delta, EngineFailed
 from streamrl_jax.gen.service import GenerationService, Identity
 from streamrl_jax.proto import streamrl_pb2_grpc as rpc
 from streamrl_jax.rewards import RewardFn, RewardResult
 from streamrl_jax.types import (
     NO_VERSION,
+    Assignment,
     Fence,
     Generation,
     Manifest,
@@ -63,6 +64,8 @@ SETTINGS = ControlSettings(
 """A busy machine is not taken for a dead instance."""
 HASTY = replace(SETTINGS, lease_s=1.0)
 """For what is found out by a lease that runs out."""
+LAST_WORDS_S = 5.0
+"""A failed engine's process tells why for so long, unless it is ended before: long enough to be heard in any case."""
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
@@ -104,6 +107,44 @@ def check_answer(sample_prompt: Prompt, answer: Generation) -> None:
     assert len(expand_runs(answer.versions)) == len(ids)
 
 
+@dataclass
+class HeldEngine(FakeEngine):
+    """Each answer stands still after ``held_at(assignment)`` tokens (0: it does not) until `thaw`; pings go on.
+
+    A test that needs an answer in the middle of its making so has one, however slow the machine is.
+    """
+
+    held_at: Callable[[Assignment], int] = lambda assignment: 0
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def thaw(self) -> None:
+        super().thaw()
+        self._released.set()
+
+    async def generate(self, assignment: Assignment) -> AsyncIterator[Delta]:
+        left = self.held_at(assignment)
+        async for delta in super().generate(assignment):
+            yield delta
+            left -= 1
+            if left == 0:
+                await self._released.wait()
+
+
+@dataclass
+class LoadingEngine(FakeEngine):
+    """Loads until `thaw`."""
+
+    _loaded: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def thaw(self) -> None:
+        super().thaw()
+        self._loaded.set()
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        report("counting to start")
+        await self._loaded.wait()
+
+
 @dataclass(eq=False)
 class Process:
     """One life of an instance. What the controller sees of it is what it sees of a real process."""
@@ -143,6 +184,10 @@ class Process:
     def hang(self) -> None:
         """The engine stops; the process around it goes on."""
         self.world.loop.call_soon_threadsafe(self.engine.hang)
+
+    def thaw(self) -> None:
+        """Ends what holds the engine."""
+        self.world.loop.call_soon_threadsafe(self.engine.thaw)
 
     def crash(self, reason: str) -> None:
         """The engine dies; the process around it reports so."""
@@ -199,7 +244,7 @@ class World:
             try:
                 await service.run()
             except EngineFailed:
-                await asyncio.sleep(0.2)  # a moment in which the status tells why
+                await asyncio.sleep(LAST_WORDS_S)
                 await process.end(1)
 
         running = asyncio.create_task(run())
@@ -210,10 +255,18 @@ class World:
         """The present life."""
         return self.lives[name][-1]
 
+    async def _cancel_all(self) -> None:
+        """Ends what a held engine still waits for."""
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
     def close(self) -> None:
         for lives in self.lives.values():
             for process in lives:
                 self.call(process.end())
+        self.call(self._cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(60)
         self.loop.close()

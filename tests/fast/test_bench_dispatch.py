@@ -177,7 +177,7 @@ def test_more_than_was_recorded_is_refused_whatever_the_first_round_draws() -> N
 # ---- rounds on instances
 
 
-def asking(timeout_s: float = 10.0) -> Asking:
+def asking(timeout_s: float = 60.0) -> Asking:
     sampling = Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=(0,), seed=5, evaluation=True)
     return Asking(sampling, SETTINGS.heartbeat_interval_s, timeout_s, StopSignal())
 
@@ -204,12 +204,17 @@ def test_every_policy_has_exactly_the_recorded_lengths_answered() -> None:
 
 def test_a_round_in_which_an_instance_was_lost_is_no_round() -> None:
     known, size = material(), Size(prompts=8, n=4, rounds=2, seed=1)
-    world = World(
-        ("a", "b"), engine=lambda name, life: FakeEngine(slots=2, max_model_len=256, tokens_per_s=400)
-    )
-    with running(world) as run:
+
+    def engine(name: str, life: int) -> FakeEngine:
+        """What b holds is not answered before it is lost."""
+        found = FakeEngine(slots=2, max_model_len=256, tokens_per_s=2000)
+        if name == "b" and not life:
+            found.hang()
+        return found
+
+    with running(World(("a", "b"), engine)) as run:
         killer = threading.Thread(
-            target=lambda: (run.wait_for(lambda: held(run, "b")), world.now("b").kill())
+            target=lambda: (run.wait_for(lambda: held(run, "b")), run.world.now("b").kill())
         )
         killer.start()
         with pytest.raises(ControlError, match="instance b was lost during bench/"):

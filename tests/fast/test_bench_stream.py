@@ -35,7 +35,7 @@ def test_a_line_holds_medians_over_rounds() -> None:
 
 def test_every_way_carries_every_sample(tmp_path: Path) -> None:
     setting = Setting(Pace(tokens=16, per_s=200, pieces=4), 2, 4, 2, 0.005, samples=240)
-    lines = measure(tmp_path, setting, 1, list(OPEN))
+    lines = measure(tmp_path, setting, 3, list(OPEN))
     assert [line.way for line in lines] == ["bare gRPC", *OPEN]
     for line in lines:
         assert 0 < line.per_s < 2000, "two instances at 200 a second, which make up for what is late"
@@ -44,8 +44,8 @@ def test_every_way_carries_every_sample(tmp_path: Path) -> None:
 
 def test_an_instance_that_has_loaded_joins_within_two_seconds(tmp_path: Path) -> None:
     """The bound of a join beyond its own start-up, with room for a machine that is busy."""
-    assert any(0 < join(tmp_path, -1, number) < 2.0 for number in range(3)), (
-        "one of three: not whenever it is busy"
+    assert any(0 < join(tmp_path, -1, number) < 2.0 for number in range(8)), (
+        "one of eight: not whenever it is busy"
     )
 
 

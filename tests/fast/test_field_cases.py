@@ -71,7 +71,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine
 
-from .control_world import World, check_answer, job, running
+from .control_world import SETTINGS, HeldEngine, World, check_answer, job, running
 from .test_tokenizer import byte_level_bpe, with_bos, write_checkpoint
 from .tiny import random_params, tiny_arch, tiny_model
 from .tiny_training import ROW, config, new_trainer, programs, run, samples, with_generation
@@ -571,6 +571,7 @@ def test_case_15_the_bridge_ships_the_generators_dtype_and_leaves_the_masters(tm
 def test_case_17_an_instance_killed_in_mid_batch_costs_no_sample_and_doubles_none() -> None:
     world = World(("a", "b"), lambda name, life: FakeEngine(slots=8, tokens_per_s=200, length=lambda a: 12))
     with running(world) as run:
+        world.now("a").hang()  # it holds some until it is killed
         run.controller.submit(job(0, count=25, n=4))
         found: Counter[str] = Counter()
         for sample in run.controller.samples("train/0", 60):
@@ -696,10 +697,15 @@ def test_case_20_an_answer_of_which_only_the_end_was_not_heard_is_not_drawn_on()
 
 def test_case_20_the_finish_reason_is_kept_and_no_answer_passes_the_limit() -> None:
     """Every answer is cut by the limit; the instance is killed with partial answers known."""
-    world = World(("a",), lambda name, life: FakeEngine(slots=8, tokens_per_s=200, length=lambda a: 99))
-    with running(world) as run:
+
+    def engine(name: str, life: int) -> FakeEngine:
+        stop = 0 if life else 8
+        return HeldEngine(slots=8, tokens_per_s=200, length=lambda a: 99, held_at=lambda a: stop)
+
+    world = World(("a",), engine)
+    with running(world, replace(SETTINGS, progress_interval_s=0.01)) as run:
         run.controller.submit(job(0, count=4, n=2))
-        run.wait_for(lambda: world.now("a").engine.tokens_total > 20)
+        run.wait_for(lambda: run.controller.sizes()["partials"] == 8)
         world.now("a").kill()
         found = list(run.controller.samples("train/0", 60))
     assert {len(sample.generation.token_ids) for sample in found} == {32}

@@ -45,7 +45,7 @@ from streamrl_jax.types import (
 )
 from tests.fakes import FakeEngine, fake_token
 
-from .control_world import FENCE, HASTY, JoinedLauncher, World, decode, job, reward_by_length, source
+from .control_world import FENCE, SETTINGS, JoinedLauncher, World, decode, job, reward_by_length, source
 from .control_world import manifest as control_manifest
 from .mutations import RUN, manifest, mutate, requests, responses
 
@@ -98,19 +98,32 @@ def outcome(error: grpc.aio.AioRpcError) -> str:
 
 
 async def one_stream(
-    channel: grpc.aio.Channel, messages: list[bytes], seen: Counter[str], rest_s: float = 0.0
+    channel: grpc.aio.Channel,
+    messages: list[bytes],
+    seen: Counter[str],
+    rest_s: float = 0.0,
+    awaited: tuple[str, ...] = (),
 ) -> None:
-    """Sends messages over a stream, rests, and reads until the service ends it."""
-    call = channel.stream_stream(f"{SERVICE}/Generate")(metadata=ACCESS.metadata, timeout=10)
+    """Sends messages over a stream, rests until such ones have come, and reads until the service ends it."""
+    call = channel.stream_stream(f"{SERVICE}/Generate")(metadata=ACCESS.metadata, timeout=60)
+
+    async def read() -> bool:
+        if not isinstance(data := await call.read(), bytes):
+            return False
+        reply = pb.GenerateResponse.FromString(data)
+        for one in reply.several.responses or (reply,):
+            seen[str(one.WhichOneof("kind"))] += 1
+        return True
+
     try:
         for message in messages:
             await call.write(message)
         await asyncio.sleep(rest_s)
+        while not all(seen[kind] for kind in awaited) and await read():
+            pass
         await call.done_writing()
-        while isinstance(data := await call.read(), bytes):
-            reply = pb.GenerateResponse.FromString(data)
-            for one in reply.several.responses or (reply,):
-                seen[str(one.WhichOneof("kind"))] += 1
+        while await read():
+            pass
         seen["OK"] += await call.code() is grpc.StatusCode.OK
     except (asyncio.InvalidStateError, grpc.aio.UsageError):
         seen["ended while written to"] += 1
@@ -126,7 +139,7 @@ async def serves_a_normal_client(address: str) -> None:
     client = InstanceClient(address, ACCESS)
     stream = await client.open(Hello(fence, 0.05))
     report = await client.update(
-        Manifest(fence, 9, (), 0, bytes(32), "Fake"), source(9), in_flight=False, timeout_s=5
+        Manifest(fence, 9, (), 0, bytes(32), "Fake"), source(9), in_flight=False, timeout_s=60
     )
     assert report.accepted, report.reason
     for index in range(6):
@@ -146,7 +159,7 @@ async def serves_a_normal_client(address: str) -> None:
 
 def bounded(coroutine: Any, cases: int) -> Any:
     """Runs a scenario; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(coroutine, 30 + cases / 10))
+    return asyncio.run(asyncio.wait_for(coroutine, 30 + cases))
 
 
 def test_no_sequence_of_messages_ends_an_instance() -> None:
@@ -158,7 +171,8 @@ def test_no_sequence_of_messages_ends_an_instance() -> None:
     async def scenario() -> None:
         service = GenerationService(engine(), Identity("a", 2, "host"))
         async with served(service) as (address, channel):
-            await one_stream(channel, [hello, *(one.SerializeToString() for one in valid[:2])], seen, 0.5)
+            first = [hello, *(one.SerializeToString() for one in valid[:2])]
+            await one_stream(channel, first, seen, awaited=("progress", "finished"))
             before = resident_mib()
             for case in range(CASES):
                 greeting = hello if rng.random() < 0.85 else mutate(valid[6], rng)
@@ -252,9 +266,11 @@ def test_no_request_ends_a_store(tmp_path: Path) -> None:
         request = mutate(whole[name], rng)
         try:
             if name == "GetManifest":
-                await channel.unary_unary(f"{STORE}/{name}")(request, metadata=ACCESS.metadata, timeout=5)
+                await channel.unary_unary(f"{STORE}/{name}")(request, metadata=ACCESS.metadata, timeout=60)
             else:
-                stream = channel.unary_stream(f"{STORE}/{name}")(request, metadata=ACCESS.metadata, timeout=5)
+                stream = channel.unary_stream(f"{STORE}/{name}")(
+                    request, metadata=ACCESS.metadata, timeout=60
+                )
                 if rng.random() < 0.8:  # else broken off after the first chunk
                     async for _ in stream:
                         pass
@@ -273,10 +289,10 @@ def test_no_request_ends_a_store(tmp_path: Path) -> None:
             for _ in range(CASES):
                 await ask(channel, rng.choice(("GetManifest", "Fetch")))
             assert resident_mib() - before < MOST_GROWTH_MIB
-            told = await fetch_manifest(address, Fence("fuzz", 0), 1, access=ACCESS, timeout_s=5)
+            told = await fetch_manifest(address, Fence("fuzz", 0), 1, access=ACCESS, timeout_s=60)
             landing = tmp_path / "landing"
             landing.mkdir()
-            path = await pull(address, told, 10, access=ACCESS, directories=[landing])
+            path = await pull(address, told, 60, access=ACCESS, directories=[landing])
             assert path.read_bytes() == held.path.read_bytes()
 
     bounded(scenario(), CASES)
@@ -382,10 +398,10 @@ def test_no_answer_breaks_a_client(tmp_path: Path) -> None:
         patience = Patience(stall_s=0.2, attempts=1, pause_s=0.001)
         for call in (
             client.status(),
-            client.update(update, source(0), in_flight=False, timeout_s=5),
+            client.update(update, source(0), in_flight=False, timeout_s=60),
             talk(client),
-            fetch_manifest(address, fence, 1, access=ACCESS, timeout_s=5),
-            pull(address, wanted, 5, access=ACCESS, directories=[tmp_path], patience=patience),
+            fetch_manifest(address, fence, 1, access=ACCESS, timeout_s=60),
+            pull(address, wanted, 60, access=ACCESS, directories=[tmp_path], patience=patience),
         ):
             try:
                 await call
@@ -427,14 +443,14 @@ def test_a_hostile_instance_costs_a_run_nothing_but_itself(seed: int) -> None:
     hostile.honest = 0.95
     address = world.call(hostile.start(net.OPEN))
     launcher = JoinedLauncher([world, StaticLauncher({"hostile": address})])
-    settings = replace(HASTY, max_restarts=2, start_timeout_s=2.0, max_attempts=1000)
+    settings = replace(SETTINGS, max_restarts=2, lease_s=5.0, max_attempts=1000)
     controller = Controller(settings, FENCE, launcher, reward_by_length, decode, lambda event: None)
     try:
         controller.start()
         controller.publish(control_manifest(0), WeightSource(source(0).path, "127.0.0.1:1"))
         for iteration in range(2):
             controller.submit(job(iteration, count=10, n=4, min_version=0))
-            samples = list(controller.samples(f"train/{iteration}", 15))
+            samples = list(controller.samples(f"train/{iteration}", 60))
             assert len({sample.sample_id for sample in samples}) == len(samples) == 40
         assert "good" in [view.name for view in controller.pool()]
     finally:

@@ -72,9 +72,9 @@ def ignores_sigterm(pid: int) -> bool:
 
 def test_an_instance_answers_at_once_and_leaves_nothing_when_stopped(tmp_path: Path) -> None:
     async def scenario() -> tuple[int, int, int]:
-        instance = await launcher(tmp_path).start("instance-0")
+        instance = await launcher(tmp_path, grace_s=60.0).start("instance-0")
         client = InstanceClient(instance.address)
-        status, info = await client.status()
+        status, info = await client.status(timeout_s=60)
         await client.close()
         assert status.state in (InstanceState.LOADING, InstanceState.IDLE)
         assert (info.name, instance.ended(), instance.managed) == ("instance-0", None, True)

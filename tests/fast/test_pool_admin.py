@@ -186,10 +186,14 @@ def test_added_ones_take_part_and_drained_ones_leave_with_every_sample_once(
         for sample in scene.run.controller.samples("train/0", 60):
             samples.append(sample)
             if len(samples) == 10:
+                scene.run.world.now("instance-0").hang()  # so that it leaves them some
                 assert scene.cli("add", "--count", "2") == 0
                 assert "instance-1, instance-2: starting" in capsys.readouterr().out
                 assert scene.cli("add", "--pool", "long", "--devices", "7") == 0
                 assert "long-0" in capsys.readouterr().out
+                for name in ("instance-1", "instance-2", "long-0"):
+                    scene.run.wait_for(lambda name=name: scene.run.seen(EventKind.UPDATED, name))
+                scene.run.world.loop.call_soon_threadsafe(scene.run.world.now("instance-0").engine.thaw)
             if len(samples) == 120:
                 assert scene.cli("drain", "instance-1", "instance-2", "--now", "--wait", "60") == 0
         assert len({sample.sample_id for sample in samples}) == len(samples) == 200

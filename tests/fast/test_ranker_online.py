@@ -104,7 +104,7 @@ def forecasting(
     **section: Any,
 ) -> Iterator[OnlineForecast]:
     """A forecast with few steps a refresh; nothing of it is left afterwards."""
-    chosen = RankerSection(**{"refresh_steps": 40, "max_wait_s": 1.0, **section})
+    chosen = RankerSection(**{"refresh_steps": 40, "max_wait_s": 60.0, **section})
     known, said = begin(chosen, LengthRanker.load, prompts or all_fresh(), resumed)
     known.ranker = known.ranker or ranker
     found = OnlineForecast(chosen, known, said, run_dir, longest=LONGEST, vocab_size=VOCABULARY, seed=3)
@@ -204,7 +204,7 @@ def rollouts_of(
     """The loop's calls over counting engines: each step gives the forecast when an iteration is consumed."""
     cfg = Config.model_validate(
         {
-            "trainer": {"total_training_steps": total, "sample_timeout_s": 30.0},
+            "trainer": {"total_training_steps": total, "sample_timeout_s": 60.0},
             "rollout": {"n": ANSWERS},
             "data": {"train_batch_size": batch},
             "dispatch": {"policy": "skewness"},

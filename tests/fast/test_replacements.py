@@ -6,9 +6,10 @@ trainer's part (to see that a group's scores are equal) is a few lines here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import numpy as np
 import pytest
 
 from streamrl_jax.config import Config
+from streamrl_jax.control.events import EventKind
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.data import Order, PromptSet
+from streamrl_jax.gen.protocol import Delta
 from streamrl_jax.interrupt import StopSignal
 from streamrl_jax.rewards import RewardResult
 from streamrl_jax.trace import Trace
 from streamrl_jax.train.rollouts import Rollouts
-from streamrl_jax.types import NO_VERSION, Fence, Generation, Prompt, Sample, expand_runs
+from streamrl_jax.types import NO_VERSION, Assignment, Fence, Generation, Prompt, Sample, expand_runs
 from tests.fakes import FakeEngine
 
 from .control_world import FENCE, SAMPLING, SETTINGS, Run, World, job, manifest, running, source
@@ -132,32 +135,36 @@ def test_where_every_group_teaches_nothing_is_asked(tmp_path: Path) -> None:
         check(samples, expected(prompts, 0, lambda prompt: True), run)
 
 
-def test_an_instance_that_dies_while_replacements_run_loses_none(tmp_path: Path) -> None:
-    def engine(
-        name: str, life: int
-    ) -> FakeEngine:  # in their first lives replacements outlast the way to the kill
-        return FakeEngine(
-            tokens_per_s=100 if life else 50,
-            length=lambda asked: 5 if life or "+" not in asked.sample_id else 32,
-        )
+class Holding(FakeEngine):
+    """Begins a replacement, and never ends one."""
 
-    prompts, world = prompt_set(), World(("a", "b"), engine=engine)
-    at = {BATCH * N + extra: world_kill(world) for extra in (0, 4)}
+    async def generate(self, assignment: Assignment) -> AsyncIterator[Delta]:
+        async for delta in super().generate(assignment):
+            if "+" in assignment.sample_id:
+                await asyncio.Event().wait()
+            yield delta
+
+
+def test_an_instance_that_dies_while_replacements_run_loses_none(tmp_path: Path) -> None:
+    """Both do, one after the other."""
+    prompts = prompt_set()
+    world = World(("a", "b"), lambda name, life: FakeEngine() if life else Holding(slots=16))
     with running(world, SETTINGS, reward=rewards(every_third)) as run, door(run, tmp_path, prompts) as found:
+
+        def kill_both() -> None:
+            def at_work(name: str) -> int:
+                return world.now(name).engine._running  # pyright: ignore[reportPrivateUsage]
+
+            run.wait_for(lambda: any(map(at_work, world.names)))
+            one, other = sorted(world.names, key=at_work, reverse=True)
+            world.now(one).kill()
+            run.wait_for(lambda: len(run.seen(EventKind.UPDATED, one)) == 2)
+            world.now(other).kill()
+
         found.open(version=0)
-        samples = consume(found, 0, at)
+        samples = consume(found, 0, {BATCH * N: kill_both})
         assert run.controller.counters()["redispatched"] > 0
         check(samples, expected(prompts, 0, every_third), run)
-
-
-def world_kill(world: World) -> Callable[[], None]:
-    """Kills the instance that holds most."""
-
-    def kill() -> None:
-        busiest = max(world.names, key=lambda name: world.now(name).engine._running)  # pyright: ignore[reportPrivateUsage]
-        world.now(busiest).kill()
-
-    return kill
 
 
 def test_a_resumed_iteration_asks_the_same_prompts(tmp_path: Path) -> None:
@@ -218,7 +225,8 @@ def test_past_the_bound_the_iteration_goes_on_with_what_it_has(
 
 def test_replacements_are_as_new_as_their_iteration_and_go_before_the_next(tmp_path: Path) -> None:
     """Two steps stale: three iterations are queued; what is added to the first is not served after the last."""
-    prompts, slow = prompt_set(), World(("a",), engine=lambda name, life: FakeEngine(slots=1))
+    prompts = prompt_set()
+    slow = World(("a",), lambda name, life: FakeEngine(slots=1, tokens_per_s=200))
     taken: list[str] = []
 
     def reward(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
