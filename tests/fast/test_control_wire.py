@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from streamrl_jax.control.codec import sample_to_proto
 from streamrl_jax.control.controller import Controller
 from streamrl_jax.control.core import ControllerCore
 from streamrl_jax.control.events import ControlEvent
-from streamrl_jax.control.faults import ControlError, RewardError
+from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.fencing import FenceInterceptor, fence_metadata
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.readers import Readers
@@ -33,7 +33,6 @@ from streamrl_jax.interrupt import StopRequested
 from streamrl_jax.proto import control_pb2 as pb
 from streamrl_jax.proto import control_pb2_grpc as rpc
 from streamrl_jax.proto import streamrl_pb2 as stream_pb
-from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import Fence, FinishReason, Generation, InstanceState, Prompt, Sample, VersionRun
 from tests.fakes import FakeEngine, FaultyStream, one_by_one
 
@@ -314,96 +313,6 @@ def test_a_process_that_has_left_is_not_missed_for_a_last_beat() -> None:
     readers.left(1)
     readers.beat(1)  # was under way
     readers.check()
-
-
-@dataclass
-class Clock:
-    """The time as a module is told it."""
-
-    now_s: float = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-def test_nobody_is_blamed_for_the_time_in_which_the_controller_stood_still(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
-
-    async def scene() -> None:
-        readers = Readers(2, lease_s=10, plan_timeout_s=0.05)
-        waiting = asyncio.create_task(readers.acknowledge(0, STEP))
-        await asyncio.sleep(0)
-        clock.now_s += 0.1
-        readers.forgive(0.08)
-        readers.check()
-        clock.now_s += 0.1
-        with pytest.raises(ControlError, match="trainer process 1 has not been at any step"):
-            readers.check()
-        waiting.cancel()
-
-    asyncio.run(scene())
-
-
-def test_a_controller_that_stands_still_now_and_then_misses_a_silent_process_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each time is left out; the silence between them adds up."""
-    clock = Clock()
-    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
-    readers = Readers(2, lease_s=10, plan_timeout_s=60)
-    readers.beat(1)
-    for _ in range(9):
-        clock.now_s += 1.0 + 5.0
-        readers.forgive(5.0)
-        readers.check()
-    clock.now_s += 1.5
-    with pytest.raises(ControlError, match="trainer process 1 gave no sign of life for 10 s"):
-        readers.check()
-
-
-def test_a_beat_after_such_a_time_is_not_shifted_into_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
-    readers = Readers(2, lease_s=10, plan_timeout_s=60)
-    clock.now_s += 60.0
-    readers.beat(1)
-    readers.forgive(60.0)
-    clock.now_s += 10.5
-    with pytest.raises(ControlError, match="trainer process 1 gave no sign of life"):
-        readers.check()
-
-
-def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("streamrl_jax.control.rewards.time", clock)
-    entered, release = threading.Event(), threading.Event()
-
-    def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
-        entered.set()
-        release.wait(60)
-        return RewardResult(0.0)
-
-    async def scene() -> None:
-        rewards = RewardWorkers(waits, decode, 0.2, 1)
-        rewards.start()
-        rewards.attach()
-        ids = np.asarray([5], np.int32)
-        answer = Generation("x", 0, ids, np.zeros(1, np.float32), (VersionRun(0, 1),), FinishReason.STOP, "a")
-        rewards.order(prompts(1)[0], answer, lambda outcome: None)
-        assert entered.wait(60)
-        clock.now_s += 0.3
-        rewards.forgive(0.3)
-        rewards.check()
-        clock.now_s += 0.3
-        with pytest.raises(RewardError, match="did not return within"):
-            rewards.check()
-        release.set()
-        rewards.close(60)
-
-    asyncio.run(scene())
 
 
 def test_the_file_of_a_later_life_stays(tmp_path: Any) -> None:

@@ -1,0 +1,146 @@
+"""Time in which a process was stopped itself: it is held against nobody, and no time beside it is forgiven."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from streamrl_jax.control.client import ControlClient, Peer
+from streamrl_jax.control.faults import ControlError, RewardError
+from streamrl_jax.control.plan import Step
+from streamrl_jax.control.readers import Readers
+from streamrl_jax.control.rewards import RewardWorkers
+from streamrl_jax.control.usage import Meter
+from streamrl_jax.gen import net
+from streamrl_jax.rewards import RewardResult
+from streamrl_jax.types import FinishReason, Generation, Prompt, VersionRun
+
+from .control_world import FENCE, decode, prompts
+
+STEP = Step(0, "actor", "4 x 128", b"\x01" * 16)
+
+
+@dataclass
+class Clock:
+    """The time as a module is told it."""
+
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_nobody_is_blamed_for_the_time_in_which_the_controller_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
+
+    async def scene() -> None:
+        readers = Readers(2, lease_s=10, plan_timeout_s=0.05)
+        waiting = asyncio.create_task(readers.acknowledge(0, STEP))
+        await asyncio.sleep(0)
+        clock.now_s += 0.1
+        readers.forgive(0.08)
+        readers.check()
+        clock.now_s += 0.1
+        with pytest.raises(ControlError, match="trainer process 1 has not been at any step"):
+            readers.check()
+        waiting.cancel()
+
+    asyncio.run(scene())
+
+
+def test_a_controller_that_stands_still_now_and_then_misses_a_silent_process_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time is left out; the silence between them adds up."""
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
+    readers = Readers(2, lease_s=10, plan_timeout_s=60)
+    readers.beat(1)
+    for _ in range(9):
+        clock.now_s += 1.0 + 5.0
+        readers.forgive(5.0)
+        readers.check()
+    clock.now_s += 1.5
+    with pytest.raises(ControlError, match="trainer process 1 gave no sign of life for 10 s"):
+        readers.check()
+
+
+def test_a_beat_after_such_a_time_is_not_shifted_into_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.readers.time", clock)
+    readers = Readers(2, lease_s=10, plan_timeout_s=60)
+    clock.now_s += 60.0
+    readers.beat(1)
+    readers.forgive(60.0)
+    clock.now_s += 10.5
+    with pytest.raises(ControlError, match="trainer process 1 gave no sign of life"):
+        readers.check()
+
+
+def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrl_jax.control.rewards.time", clock)
+    entered, release = threading.Event(), threading.Event()
+
+    def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        entered.set()
+        release.wait(60)
+        return RewardResult(0.0)
+
+    async def scene() -> None:
+        rewards = RewardWorkers(waits, decode, 0.2, 1)
+        rewards.start()
+        rewards.attach()
+        ids = np.asarray([5], np.int32)
+        answer = Generation("x", 0, ids, np.zeros(1, np.float32), (VersionRun(0, 1),), FinishReason.STOP, "a")
+        rewards.order(prompts(1)[0], answer, lambda outcome: None)
+        assert entered.wait(60)
+        clock.now_s += 0.3
+        rewards.forgive(0.3)
+        rewards.check()
+        clock.now_s += 0.3
+        with pytest.raises(RewardError, match="did not return within"):
+            rewards.check()
+        release.set()
+        rewards.close(60)
+
+    asyncio.run(scene())
+
+
+@dataclass
+class Stumbling(Clock):
+    """Whoever looks at it was stopped for five seconds since the last time."""
+
+    looks: int = 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        self.now_s += 5.0
+        return self.now_s
+
+
+def test_a_trainer_that_stands_still_again_and_again_misses_its_controller_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each time only the tick between is the controller's silence."""
+    clock = Stumbling()
+    monkeypatch.setattr("streamrl_jax.control.client.time", clock)
+    lost: list[BaseException] = []
+
+    async def scene() -> None:
+        peer = Peer("127.0.0.1:1", net.OPEN, FENCE, lease_s=6.0)
+        client = ControlClient(peer, lambda event: None, lost.append, lost.append, Meter())
+        await asyncio.wait_for(client._watch(), 60)
+        await client.end()
+
+    asyncio.run(scene())
+    (error,) = lost
+    assert "the controller gave no sign of life for" in str(error)
+    assert clock.looks > 4, "five seconds before it began to watch, and the last one of the lease in ticks"
