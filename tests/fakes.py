@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -57,6 +58,10 @@ class FakeEngine:
     tokens_total: int = 0
     steps_total: int = 0
     kv_tokens: int = 4096
+    hang_at: int = (
+        0  # hangs by itself with so many tokens, and is hit there however slow the machine is; 0: never
+    )
+    hung_s: float = math.inf  # when it did so last, on the monotonic clock
     excused_until_s: float = 0.0
     log: list[str] = field(
         default_factory=list
@@ -79,6 +84,7 @@ class FakeEngine:
     def hang(self) -> None:
         """Like a stopped EngineCore: no token and no answer to a ping until `thaw`."""
         self._hung = True
+        self.hung_s = time.monotonic()
         self._go.clear()
 
     def thaw(self) -> None:
@@ -145,6 +151,8 @@ class FakeEngine:
     def _count(self) -> None:
         """A token; those of one tick, of whatever answers, are of one step."""
         self.tokens_total += 1
+        if self.tokens_total == self.hang_at:
+            self.hang()
         tick = int(time.monotonic() * self.tokens_per_s)
         self.steps_total += tick > self._tick
         self._tick = max(tick, self._tick)

@@ -233,9 +233,8 @@ class ControlClient:
         while not self._lost:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            if (
-                now - due > 3 * _TICK_S
-            ):  # this process itself stood still: that time is not the controller's silence
+            # Where this process itself stood still, that time is not the controller's silence.
+            if now - due > 3 * _TICK_S:
                 self._heard = min(now, self._heard + now - due)
             due = now + _TICK_S
             ended = self.peer.ended()

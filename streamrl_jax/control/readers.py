@@ -12,8 +12,8 @@ from streamrl_jax.control.plan import Plan, Step
 class Readers:
     """Liveness and plan of a run's trainer processes. Lives on the loop.
 
-    Call order: ``beat`` at each sign of life; ``acknowledge`` before each collective; ``check`` now and then, or
-    ``forgive`` instead when this process itself was stopped; ``fail`` once; ``left`` when a reader closed its side.
+    Call order: ``beat`` at each sign of life; ``acknowledge`` before each collective; ``check`` now and then, after
+    ``forgive`` when this process itself was stopped; ``fail`` once; ``left`` when a reader closed its side.
 
     Args:
         world: how many.

@@ -35,10 +35,17 @@ class _Call:
     done: Callable[[RewardResult | BaseException], None]
 
 
+@dataclass(eq=False)
+class _Running:
+    since_s: float  # its start, later by what is forgiven
+    call: _Call
+
+
 class RewardWorkers:
     """A few threads that turn answers into rewards.
 
-    Call order: ``start``, and ``attach`` on the loop; any number of ``order`` there, ``check`` now and then; ``close``.
+    Call order: ``start``, and ``attach`` on the loop; any number of ``order`` there, ``check`` now and then, after
+    ``forgive`` when this process itself was stopped; ``close``.
 
     Args:
         function: the user's reward function.
@@ -60,10 +67,9 @@ class RewardWorkers:
         self._decode = decode
         self._timeout_s = timeout_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._running: dict[int, tuple[float, _Call]] = {}  # thread number -> since when, what
+        self._running: dict[int, _Running] = {}  # by thread number
         self._board = board
         self._closing = False
-        self._absent_s = 0.0  # this process was stopped for so long in all, and the calls with it
         self._back: Handover[tuple[_Call, RewardResult | BaseException]] | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"reward-{number}", daemon=True)
@@ -94,21 +100,23 @@ class RewardWorkers:
 
     def check(self) -> None:
         """Raises `RewardError` when a call runs for longer than its bound."""
-        now = self._clock()
-        for since, call in list(self._running.values()):
-            if now - since > self._timeout_s:
+        now = time.monotonic()
+        for running in list(self._running.values()):
+            if now - running.since_s > self._timeout_s:
                 raise RewardError(
                     f"the reward function did not return within {self._timeout_s:g} s (reward.timeout_s) for "
-                    f"{_name(call)}; put a bound into the function, or raise reward.timeout_s"
+                    f"{_name(running.call)}; put a bound into the function, or raise reward.timeout_s"
                 )
 
     def forgive(self, seconds: float) -> None:
         """Leaves the time in which this process was stopped, and the calls with it, out of their bounds.
 
         Args:
-            seconds: how long that was.
+            seconds: how long that was, until now.
         """
-        self._absent_s += seconds
+        now = time.monotonic()
+        for running in list(self._running.values()):
+            running.since_s = min(now, running.since_s + seconds)
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads; what is queued is not computed any more.
@@ -125,13 +133,9 @@ class RewardWorkers:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
 
-    def _clock(self) -> float:
-        """Seconds in which this process was not stopped."""
-        return time.monotonic() - self._absent_s
-
     def _work(self, number: int) -> None:
         while (call := self._calls.get()) is not None and not self._closing:
-            self._running[number] = (self._clock(), call)
+            self._running[number] = _Running(time.monotonic(), call)
             if self._board is not None:
                 self._board.begin(number, _name(call))
             outcome = self._outcome(call)

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from streamrl_jax.ranker.online import OnlineForecast
 
 _NOTICE_S: Final = 5.0
-"""Beside two leases: after one the controller tells of a trainer process that is gone, later where it was stopped
-itself meanwhile."""
+"""Added to two leases: the bound on the wait for the controller to name a trainer process that is gone. It does so
+after one lease, or later where it was stopped itself meanwhile."""
 
 
 @dataclass(frozen=True)

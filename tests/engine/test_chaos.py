@@ -132,7 +132,7 @@ def worker(run_dir: Path, name: str) -> psutil.Process:
 
 
 def half_written(controller: Controller, name: str) -> int:
-    """Answers that an instance has begun and not finished, of which the controller knows more than one token."""
+    """Answers that an instance holds, of which the controller knows more than one token and not all."""
 
     def count() -> int:
         work = controller._core.work
@@ -145,7 +145,8 @@ def half_written(controller: Controller, name: str) -> int:
 def stopped_in_mid_answer(controller: Controller, name: str, process: psutil.Process) -> bool:
     """Stops a process of an instance, and lets it go on unless the instance is in the middle of answers.
 
-    What it holds when it is looked at does not change: it stands still.
+    No token is made any more when it is looked at; what was on its way may still finish an answer or two, of the
+    `MIDWAY`.
     """
     process.suspend()
     if half_written(controller, name) >= MIDWAY:

@@ -100,9 +100,8 @@ def test_an_update_of_a_stopped_engine_is_given_up_in_time_and_repeated_later(ri
     core.suspend()
     try:
         began = time.monotonic()
-        report = rig.update(
-            manifest, blob, timeout_s=5
-        )  # longer than a pause of the machine before it begins
+        # Longer than a pause of the machine before it begins.
+        report = rig.update(manifest, blob, timeout_s=5)
         assert time.monotonic() - began < 60
         assert (report.accepted, report.quarantined) == (False, False)
         assert "not checked in time" in report.reason

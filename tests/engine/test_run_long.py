@@ -48,7 +48,10 @@ START_S, STEP_S = 600.0, 300.0
 GONE_WITHIN_S = 60.0
 REWARD = f"{Path(__file__).with_name('chance_reward.py')}:drawn"
 NO_EVALUATION = ("trainer.test_freq=0", "trainer.val_before_train=false")
-IGNORED = re.compile(r"Exception ignored in.*?^KeyboardInterrupt[^\n]*$", re.DOTALL | re.MULTILINE)
+IGNORED = re.compile(
+    r"^Exception ignored in[^\n]*\n(?:Traceback[^\n]*\n(?:[ \t][^\n]*\n)*)?KeyboardInterrupt[^\n]*$",
+    re.MULTILINE,
+)
 """What Python prints, and goes on, where Ctrl-C comes in the middle of a destructor (see `streamrl_jax.interrupt`)."""
 
 

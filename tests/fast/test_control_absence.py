@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from streamrl_jax.control.client import ControlClient, Peer
+from streamrl_jax.control.core import TICK_S, ControllerCore
 from streamrl_jax.control.faults import ControlError, RewardError
 from streamrl_jax.control.plan import Step
 from streamrl_jax.control.readers import Readers
 from streamrl_jax.control.rewards import RewardWorkers
 from streamrl_jax.control.usage import Meter
 from streamrl_jax.gen import net
+from streamrl_jax.gen.launch import StaticLauncher
 from streamrl_jax.rewards import RewardResult
 from streamrl_jax.types import FinishReason, Generation, Prompt, VersionRun
 
-from .control_world import FENCE, decode, prompts
+from .control_world import FENCE, SETTINGS, decode, prompts
 
 STEP = Step(0, "actor", "4 x 128", b"\x01" * 16)
+ANSWER = Generation(
+    "x", 0, np.asarray([5], np.int32), np.zeros(1, np.float32), (VersionRun(0, 1),), FinishReason.STOP, "a"
+)
 
 
 @dataclass
@@ -98,13 +104,40 @@ def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyP
         rewards = RewardWorkers(waits, decode, 0.2, 1)
         rewards.start()
         rewards.attach()
-        ids = np.asarray([5], np.int32)
-        answer = Generation("x", 0, ids, np.zeros(1, np.float32), (VersionRun(0, 1),), FinishReason.STOP, "a")
-        rewards.order(prompts(1)[0], answer, lambda outcome: None)
+        rewards.order(prompts(1)[0], ANSWER, lambda outcome: None)
         assert entered.wait(60)
         clock.now_s += 0.3
         rewards.forgive(0.3)
         rewards.check()
+        clock.now_s += 0.3
+        with pytest.raises(RewardError, match="did not return within"):
+            rewards.check()
+        release.set()
+        rewards.close(60)
+
+    asyncio.run(scene())
+
+
+def test_a_reward_that_begins_after_such_a_time_has_its_bound_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The workers may be awake before the loop is."""
+    clock = Clock(60.0)
+    monkeypatch.setattr("streamrl_jax.control.rewards.time", clock)
+    entered, release = threading.Event(), threading.Event()
+
+    def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
+        entered.set()
+        release.wait(60)
+        return RewardResult(0.0)
+
+    async def scene() -> None:
+        rewards = RewardWorkers(waits, decode, 0.2, 1)
+        rewards.start()
+        rewards.attach()
+        rewards.order(prompts(1)[0], ANSWER, lambda outcome: None)
+        assert entered.wait(60)
+        rewards.forgive(60.0)
         clock.now_s += 0.3
         with pytest.raises(RewardError, match="did not return within"):
             rewards.check()
@@ -144,3 +177,36 @@ def test_a_trainer_that_stands_still_again_and_again_misses_its_controller_all_t
     (error,) = lost
     assert "the controller gave no sign of life for" in str(error)
     assert clock.looks > 4, "five seconds before it began to watch, and the last one of the lease in ticks"
+
+
+@dataclass
+class Judge:
+    """Notes what the controller's tick asks of its readers, or of its rewards; the third look is the last."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def forgive(self, seconds: float) -> None:
+        self.asked.append(f"forgive {seconds:g}")
+
+    def check(self) -> None:
+        self.asked.append("check")
+        if self.asked.count("check") == 3:
+            raise ControlError("enough")
+
+
+def test_the_controller_looks_at_every_tick_and_leaves_out_by_how_much_it_was_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers, rewards = Judge(), Judge()
+    monkeypatch.setattr("streamrl_jax.control.core.time", Stumbling())
+
+    async def scene() -> None:
+        core = ControllerCore(SETTINGS, FENCE, StaticLauncher({}), cast(Any, rewards), lambda event: None)
+        core.readers = cast(Any, readers)
+        with pytest.raises(ControlError, match="enough"):
+            await asyncio.wait_for(core._tick(), 60)
+
+    asyncio.run(scene())
+    late = 5.0 - TICK_S
+    assert rewards.asked == [f"forgive {late:g}", "check"] * 3
+    assert readers.asked[:4] == [f"forgive {late:g}", "check"] * 2

@@ -29,7 +29,8 @@ LENGTHS = [SHORT] * 48 + [LONG] * 2
 class Clock:
     """Lets every running answer of all instances write one token a round.
 
-    A round begins when all that followed from the one before has happened: a slow machine makes rounds long, not many.
+    A round begins when the controller has heard of all that was finished in the one before, and what it has given out
+    since is here: a slow machine makes rounds long, and next to none more.
     """
 
     rounds: int = 0

@@ -136,8 +136,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
             actor={"ppo_max_token_len_per_gpu": 16, "optim": OPTIM},
             control={"lease_s": 20.0, "grace_s": 5.0},
-            # What is held back keeps a life from its end until its signal comes, and has both wait for samples then.
-            reward={"kwargs": {"hold": "train/2/*"}, "timeout_s": 600.0},
+            # What is held back keeps a life from its end until its signal comes. It is not handed out before the step
+            # that is waited for is recorded: it would keep the threads that compute rewards from that step's.
+            reward={"kwargs": {"hold": "train/3/*"}, "timeout_s": 600.0},
             trainer={
                 "total_training_steps": STEPS,
                 "max_staleness": 1,

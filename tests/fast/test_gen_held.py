@@ -15,16 +15,9 @@ from .test_gen_service import FENCE, answers, assignment, next_of, run, serving,
 def test_what_a_draining_instance_holds_is_not_refused_when_it_is_asked_for_again() -> None:
     """After a break its controller repeats every assignment: one at work and one finished are no new work."""
 
-    class Halting(FakeEngine):
-        """Stops at the third token, which is the first one of s1."""
-
-        def _count(self) -> None:
-            super()._count()
-            if self.tokens_total == 3:
-                self.hang()
-
     async def scenario() -> None:
-        engine = Halting(slots=1, length=lambda each: 2 if each.sample_id == "s0" else 16)
+        # At the third token, which is the first one of s1.
+        engine = FakeEngine(slots=1, length=lambda each: 2 if each.sample_id == "s0" else 16, hang_at=3)
         async with serving(engine) as (_, address):
             async with stream_to(address) as (client, stream):
                 for index in range(2):

@@ -53,9 +53,8 @@ async def is_served(address: str, access: net.Access = ACCESS) -> None:
 
 
 def test_streams_that_say_nothing_are_ended_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        service, "HELLO_TIMEOUT_S", 5.0
-    )  # within it the normal caller says Hello, though it be late
+    # Within it the normal caller says Hello, though it be late.
+    monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 5.0)
 
     async def scenario() -> None:
         async with served() as address, net.open_channel(address, ACCESS) as channel:

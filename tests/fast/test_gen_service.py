@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from streamrl_jax.types import (
     WeightSource,
 )
 from tests.fakes import FakeEngine, FaultyStream, fake_logprob, fake_token
+from tests.fast.control_world import LoadingEngine
 
 FENCE = Fence("run", 0)
 HELLO = Hello(FENCE, 0.05)
@@ -73,17 +74,6 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
             await scenario()
 
     asyncio.run(bounded())
-
-
-@dataclass
-class Loading(FakeEngine):
-    """Loads until it is told that it has."""
-
-    loaded: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def start(self, report: Callable[[str], None]) -> None:
-        report("counting to start")
-        await self.loaded.wait()
 
 
 async def until(happened: Callable[[], object]) -> None:
@@ -531,9 +521,9 @@ def test_drain_finishes_what_runs_and_refuses_the_rest() -> None:
 def test_heartbeats_count_tokens_and_show_a_stopped_engine() -> None:
     async def scenario() -> None:
         engine = FakeEngine(slots=2, tokens_per_s=100, length=lambda _: 10)
-        async with serving(engine) as (_, address), stream_to(address) as (client, stream):
+        async with serving(engine) as (service, address), stream_to(address) as (client, stream):
             await stream.hand_over([assignment(index) for index in range(3)], [])
-            await until(lambda: engine.tokens_total >= 2)
+            await until(lambda: service.status.running == 2)
             engine.hang()  # until a beat has shown how two run and one waits
             beats: list[InstanceStatus] = []
             done = 0
@@ -627,7 +617,7 @@ def test_a_dead_engine_rejects_its_work_and_says_why() -> None:
 
 def test_a_loading_instance_answers_and_says_what_it_does() -> None:
     async def scenario() -> None:
-        engine = Loading()
+        engine = LoadingEngine()
         async with serving(engine, ready=False) as (service, address):
             client = InstanceClient(address)
             await until(lambda: service.status.phase == "counting to start")
@@ -642,7 +632,7 @@ def test_a_loading_instance_answers_and_says_what_it_does() -> None:
             )
             assert not report.accepted
             assert "counting to start" in report.reason
-            engine.loaded.set()
+            engine.thaw()
             while (await client.status())[0].state is not InstanceState.IDLE:
                 await asyncio.sleep(0.02)
             await client.close()
@@ -738,12 +728,12 @@ def test_every_call_needs_the_token() -> None:
 
 def test_health_needs_no_token_and_follows_the_state() -> None:
     async def scenario() -> None:
-        engine = Loading()
+        engine = LoadingEngine()
         async with serving(engine, token="secret", ready=False) as (service, address):
             async with grpc.aio.insecure_channel(address, options=net.CHANNEL_OPTIONS) as channel:
                 check = channel.unary_unary(CHECK)
                 assert await check(b"") == b"\x08\x02"
-                engine.loaded.set()
+                engine.thaw()
                 await until(lambda: service.status.state is not InstanceState.LOADING)
                 assert await check(b"") == b"\x08\x01"
             client = InstanceClient(address, net.Access("secret"))

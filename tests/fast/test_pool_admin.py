@@ -181,7 +181,7 @@ def test_added_ones_take_part_and_drained_ones_leave_with_every_sample_once(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(home) as scene:
-        scene.run.controller.submit(job(0, count=50, n=4))
+        scene.run.controller.submit(job(0, count=125, n=4))
         samples = []
         for sample in scene.run.controller.samples("train/0", 60):
             samples.append(sample)
@@ -196,7 +196,7 @@ def test_added_ones_take_part_and_drained_ones_leave_with_every_sample_once(
                 scene.run.world.loop.call_soon_threadsafe(scene.run.world.now("instance-0").engine.thaw)
             if len(samples) == 120:
                 assert scene.cli("drain", "instance-1", "instance-2", "--now", "--wait", "60") == 0
-        assert len({sample.sample_id for sample in samples}) == len(samples) == 200
+        assert len({sample.sample_id for sample in samples}) == len(samples) == 500
         assert {"instance-0", "instance-1", "instance-2", "long-0"} == {
             s.generation.instance for s in samples
         }
