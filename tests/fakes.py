@@ -58,9 +58,8 @@ class FakeEngine:
     tokens_total: int = 0
     steps_total: int = 0
     kv_tokens: int = 4096
-    hang_at: int = (
-        0  # hangs by itself with so many tokens, and is hit there however slow the machine is; 0: never
-    )
+    # Hangs by itself with so many tokens, and is hit there however slow the machine is; 0: never.
+    hang_at: int = 0
     hung_s: float = math.inf  # when it did so last, on the monotonic clock
     excused_until_s: float = 0.0
     log: list[str] = field(
