@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import grpc
 
+from streamrl_jax.control.absence import leave_out
 from streamrl_jax.control.codec import error_from_proto, event_from_proto, used_from_proto
 from streamrl_jax.control.events import ControlEvent
 from streamrl_jax.control.faults import ControlError
@@ -235,7 +236,7 @@ class ControlClient:
             now = time.monotonic()
             # Where this process itself stood still, that time is not the controller's silence.
             if now - due > 3 * _TICK_S:
-                self._heard = min(now, self._heard + now - due)
+                self._heard = leave_out(self._heard, now - due, now)
             due = now + _TICK_S
             ended = self.peer.ended()
             if ended is not None:

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from streamrl_jax.control.absence import leave_out
 from streamrl_jax.types import InstanceState, InstanceStatus
 
 FLOOD: Final = 10_000
@@ -111,10 +112,10 @@ class Lease:
 
         What has come since is not shifted into the future.
         """
-        self._heard = min(now, self._heard + seconds)
-        self._moved = min(now, self._moved + seconds)
-        self._resumed = min(now, self._resumed + seconds)
-        self._state_since = min(now, self._state_since + seconds)
+        self._heard = leave_out(self._heard, seconds, now)
+        self._moved = leave_out(self._moved, seconds, now)
+        self._resumed = leave_out(self._resumed, seconds, now)
+        self._state_since = leave_out(self._state_since, seconds, now)
 
     def verdict(self, now: float, held: int, most_tokens: Callable[[], int | None] = lambda: None) -> str:
         """Says why the instance must be taken for dead.

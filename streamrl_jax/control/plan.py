@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streamrl_jax.control.absence import leave_out
 from streamrl_jax.control.faults import ControlError
 
 _SHOWN = 12  # hexadecimal digits of a digest that a message shows
@@ -113,7 +114,7 @@ class Plan:
             seconds: how long that was.
             now_s: its end, on the clock of `acknowledge`.
         """
-        self._since = {reader: min(now_s, since + seconds) for reader, since in self._since.items()}
+        self._since = {reader: leave_out(since, seconds, now_s) for reader, since in self._since.items()}
 
     def overdue(self, now_s: float, timeout_s: float) -> str:
         """What is missing for too long: who, and where the others are; empty when nothing is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from streamrl_jax.control.absence import leave_out
 from streamrl_jax.control.faults import ControlError
 from streamrl_jax.control.plan import Plan, Step
 
@@ -81,7 +82,7 @@ class Readers:
             seconds: how long that was, until now.
         """
         now = time.monotonic()
-        self._heard = {reader: min(now, heard + seconds) for reader, heard in self._heard.items()}
+        self._heard = {reader: leave_out(heard, seconds, now) for reader, heard in self._heard.items()}
         self._plan.forgive(seconds, now)
 
     def fail(self, error: BaseException) -> None:

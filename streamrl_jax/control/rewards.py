@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from streamrl_jax.control.absence import leave_out
 from streamrl_jax.control.board import Board
 from streamrl_jax.control.faults import RewardError
 from streamrl_jax.control.handover import Handover
@@ -116,7 +117,7 @@ class RewardWorkers:
         """
         now = time.monotonic()
         for running in list(self._running.values()):
-            running.since_s = min(now, running.since_s + seconds)
+            running.since_s = leave_out(running.since_s, seconds, now)
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads; what is queued is not computed any more.

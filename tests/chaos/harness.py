@@ -114,6 +114,17 @@ def wait_until(
         time.sleep(0.01)
 
 
+def known_tokens(controller: Controller, name: str) -> list[int]:
+    """Of each answer that an instance has begun and not finished, how many tokens the controller has."""
+
+    def count() -> list[int]:
+        work = controller._core.work
+        known = [work._partials.get(sample_id) for sample_id in work.ledger.held(name)]
+        return [len(one.token_ids) for one in known if one is not None]
+
+    return controller._ask(count)
+
+
 @dataclass(eq=False)
 class Scene:
     """A started controller, what it told and when, and the samples that were taken from it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from streamrl_jax.control.events import EventKind
 from streamrl_jax.gen.launch import StaticLauncher
 
-from .harness import CHAOS, Scene, endpoints, local, scene
+from .harness import CHAOS, Scene, endpoints, known_tokens, local, scene
 from .proxies import LoopThread, Wire
 
 OFTEN = replace(CHAOS, progress_interval_s=0.1)
@@ -19,13 +19,7 @@ LONG = {"tokens_per_s": 5.0, "shortest": 30, "longest": 30}
 
 def least_known(found: Scene, name: str) -> int:
     """Tokens that the controller has of each answer that an instance has begun and not finished, the fewest."""
-
-    def count() -> int:
-        work = found.controller._core.work
-        known = [work._partials.get(sample_id) for sample_id in work.ledger.held(name)]
-        return min((len(one.token_ids) for one in known if one is not None), default=0)
-
-    return found.controller._ask(count)
+    return min(known_tokens(found.controller, name), default=0)
 
 
 def tokens_of(found: Scene, name: str) -> int:

@@ -34,7 +34,7 @@ from streamrl_jax.types import (
     WeightSource,
     expand_runs,
 )
-from tests.chaos.harness import Pauses
+from tests.chaos.harness import Pauses, known_tokens
 from tests.engine.conftest import (
     ARCHITECTURE,
     START_S,
@@ -133,13 +133,7 @@ def worker(run_dir: Path, name: str) -> psutil.Process:
 
 def half_written(controller: Controller, name: str) -> int:
     """Answers that an instance holds, of which the controller knows more than one token and not all."""
-
-    def count() -> int:
-        work = controller._core.work
-        known = [work._partials.get(sample_id) for sample_id in work.ledger.held(name)]
-        return sum(one is not None and len(one.token_ids) > 1 for one in known)
-
-    return controller._ask(count)
+    return sum(tokens > 1 for tokens in known_tokens(controller, name))
 
 
 def stopped_in_mid_answer(controller: Controller, name: str, process: psutil.Process) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -90,8 +91,10 @@ def test_a_beat_after_such_a_time_is_not_shifted_into_the_future(monkeypatch: py
         readers.check()
 
 
-def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+def while_a_reward_hangs(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, judge: Callable[[RewardWorkers], None]
+) -> None:
+    """Judges a call that has begun by this clock, does not return, and may take 0.2 s."""
     monkeypatch.setattr("streamrl_jax.control.rewards.time", clock)
     entered, release = threading.Event(), threading.Event()
 
@@ -106,16 +109,25 @@ def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyP
         rewards.attach()
         rewards.order(prompts(1)[0], ANSWER, lambda outcome: None)
         assert entered.wait(60)
+        judge(rewards)
+        release.set()
+        rewards.close(60)
+
+    asyncio.run(scene())
+
+
+def test_a_reward_is_not_blamed_for_that_time_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    def judge(rewards: RewardWorkers) -> None:
         clock.now_s += 0.3
         rewards.forgive(0.3)
         rewards.check()
         clock.now_s += 0.3
         with pytest.raises(RewardError, match="did not return within"):
             rewards.check()
-        release.set()
-        rewards.close(60)
 
-    asyncio.run(scene())
+    while_a_reward_hangs(clock, monkeypatch, judge)
 
 
 def test_a_reward_that_begins_after_such_a_time_has_its_bound_and_no_more(
@@ -123,28 +135,14 @@ def test_a_reward_that_begins_after_such_a_time_has_its_bound_and_no_more(
 ) -> None:
     """The workers may be awake before the loop is."""
     clock = Clock(60.0)
-    monkeypatch.setattr("streamrl_jax.control.rewards.time", clock)
-    entered, release = threading.Event(), threading.Event()
 
-    def waits(prompt: Prompt, text: str, answer: Generation) -> RewardResult:
-        entered.set()
-        release.wait(60)
-        return RewardResult(0.0)
-
-    async def scene() -> None:
-        rewards = RewardWorkers(waits, decode, 0.2, 1)
-        rewards.start()
-        rewards.attach()
-        rewards.order(prompts(1)[0], ANSWER, lambda outcome: None)
-        assert entered.wait(60)
+    def judge(rewards: RewardWorkers) -> None:
         rewards.forgive(60.0)
         clock.now_s += 0.3
         with pytest.raises(RewardError, match="did not return within"):
             rewards.check()
-        release.set()
-        rewards.close(60)
 
-    asyncio.run(scene())
+    while_a_reward_hangs(clock, monkeypatch, judge)
 
 
 @dataclass
